@@ -1,0 +1,1 @@
+"""Lowerings of a Program that must agree: reference, cpu and triton."""

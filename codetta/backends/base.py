@@ -1,0 +1,25 @@
+"""What a backend is: it says whether it can run a program on these tensors, and runs it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from codetta.errors import Reason
+from codetta.program import Program
+from codetta.runtime.bind import Binding
+from codetta.stat import Stat
+
+
+class Backend(Protocol):
+    name: str
+
+    def why_not(self, program: Program, binding: Binding) -> list[Reason]:
+        """Empty if this backend can run the program on these tensors; else every reason why not."""
+
+    def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
+        """Fill the bound outputs and return them by name, reductions as unfinished Stats."""
+
+    def source(self, program: Program, binding: Binding) -> str:
+        """The generated source of the kernel that `run` would launch."""

@@ -1,0 +1,46 @@
+"""What Codetta raises and what it answers when it refuses.
+
+An error names the argument at fault and the remedy. A refusal is not an error: it is a `Reason`, collected in
+lists by every `why_not`, so that callers can try the next candidate and `explain` can print all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class CodettaError(Exception):
+    """Base class of everything that Codetta raises on purpose."""
+
+
+class ArgumentError(CodettaError, ValueError):
+    """A call that cannot be carried out as given: which argument, what is wrong with it, what to do."""
+
+    def __init__(self, argument: str, problem: str, remedy: str) -> None:
+        super().__init__(f"{argument}: {problem}. {remedy[:1].upper()}{remedy[1:]}.")
+        self.argument = argument
+        self.problem = problem
+        self.remedy = remedy
+
+
+class TraceError(CodettaError, TypeError):
+    """The epilogue function does something that cannot become part of a program."""
+
+
+class LoweringError(CodettaError, RuntimeError):
+    """A backend could not turn a program into a kernel, with the reasons."""
+
+    def __init__(self, what: str, reasons: list[Reason]) -> None:
+        super().__init__(f"{what}: " + "; ".join(str(reason) for reason in reasons))
+        self.reasons = reasons
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a candidate is refused: the rule it breaks and, where there is one, a counter-example."""
+
+    rule: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.detail}"

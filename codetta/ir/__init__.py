@@ -1,0 +1,1 @@
+"""The intermediate form: one immutable node type, one op table, one printer, one checker."""
