@@ -64,8 +64,7 @@ class Epilogue:
         """
         program, binding = self.bind(a, w, out=out, tf32=tf32, **operands)
         results = compiler.run(program, binding, backend)
-        order = self._order(program)
-        values = [self._public(program, binding, name, results[name], finish) for name in order]
+        values = [self._public(program, binding, name, results[name], finish) for name in program.outputs]
         return values[0] if len(values) == 1 else tuple(values)
 
     def program(self, a: Tensor, w: Weights, *, tf32: bool = False, **operands: Any) -> Program:
@@ -254,9 +253,6 @@ class Epilogue:
             case dsl.Group(rows=group):
                 return Operand(name, value.dtype, "each", last, group=group)
         raise AssertionError(kind)
-
-    def _order(self, program: Program) -> tuple[str, ...]:
-        return program.outputs
 
     @staticmethod
     def _public(program: Program, binding: Binding, name: str, value: Tensor | Stat, finish: bool) -> Any:

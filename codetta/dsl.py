@@ -103,7 +103,7 @@ class Value:
     def __ne__(self, other: object) -> Value:  # type: ignore[override]
         return _apply("ne", self, other)
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def __and__(self, other: Value) -> Value:
         return _apply("and", self, other)
@@ -122,10 +122,10 @@ class Value:
     def __float__(self) -> NoReturn:
         raise TraceError(f"the epilogue asks for the number behind {formula(self.node)}, which exists only on the chip")
 
-    __int__ = __index__ = __float__  # type: ignore[assignment]
+    __int__ = __index__ = __float__
 
     def __iter__(self) -> NoReturn:
-        raise TraceError("a value cannot be iterated or unpacked: use codetta.halves, pairs, parts or split_heads")
+        raise TraceError("a value cannot be iterated or unpacked: use codetta.halves, pairs or parts")
 
     def __getitem__(self, key: object) -> NoReturn:
         raise TraceError(
@@ -505,7 +505,7 @@ def trace(
         else:
             stores.append(_stored(key, item, a_dtype, declared))
     return assemble(
-        name, k=k, a_dtype=a_dtype, products=products, operands=declared.values(), stores=stores, sinks=sinks,
+        name, k=k, a_dtype=a_dtype, products=products, operands=declared.values(), stores=stores, sinks=sinks, outputs=tuple(returned),
         a_layout=a_layout, batched=batched, tf32=tf32,
     )  # fmt: skip
 

@@ -126,6 +126,7 @@ class Program:
     operands: tuple[Operand, ...]
     stores: tuple[Store, ...]
     sinks: tuple[Sink, ...]
+    outputs: tuple[str, ...]  # names of stores and sinks, in the order in which they are returned
     a_layout: str = "mk"  # or "km": A is stored transposed, as weight gradients need it
     batched: bool = False  # one B per batch entry; rows of all entries are counted through
     tf32: bool = False
@@ -162,10 +163,6 @@ class Program:
         """Columns of all products together."""
         return sum(product.cols for product in self.products)
 
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return tuple(store.name for store in self.stores) + tuple(sink.name for sink in self.sinks)
-
     def __hash__(self) -> int:
         return hash(self.text)
 
@@ -185,6 +182,7 @@ def assemble(
     operands: Iterable[Operand],
     stores: Iterable[Store],
     sinks: Mapping[str, Node],
+    outputs: tuple[str, ...],
     a_layout: str = "mk",
     batched: bool = False,
     tf32: bool = False,
@@ -227,7 +225,17 @@ def assemble(
     used |= {operand.row_index for operand in operands if operand.name in used}
     operands = tuple(operand for operand in operands if operand.name in used)
     program = Program(
-        name, k, a_dtype, products, operands, tuple(placed_stores), tuple(placed_sinks), a_layout, batched, tf32
+        name,
+        k,
+        a_dtype,
+        products,
+        operands,
+        tuple(placed_stores),
+        tuple(placed_sinks),
+        outputs,
+        a_layout,
+        batched,
+        tf32,
     )
     _ = program.segments  # raises where values of different products cannot meet
     return program

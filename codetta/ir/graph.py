@@ -93,7 +93,8 @@ def rebuilt(old: Node, args: tuple[Node, ...]) -> Node:
     """The same op and attributes over other arguments, its space inferred anew."""
     if all(new is was for new, was in zip(args, old.args, strict=True)):
         return old
-    return node(old.op, *args, **dict(old.attrs))
+    attrs: dict[str, Any] = dict(old.attrs)
+    return node(old.op, *args, **attrs)
 
 
 def topological(roots: Iterable[Node]) -> list[Node]:
