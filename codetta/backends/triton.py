@@ -1,0 +1,216 @@
+"""The Triton backend: chooses a tile, has the source written, compiled and cached, and launches it.
+
+Runs on CUDA and HIP devices, and on the CPU in Triton's interpreter (TRITON_INTERPRET=1), for tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from codetta.backends import triton_gemm
+from codetta.backends.triton_epilogue import DTYPES, operand_integers, store_integers
+from codetta.errors import LoweringError, Reason
+from codetta.plan.choose import bucket, candidates
+from codetta.plan.target import Target, device_target, unit_count
+from codetta.plan.tile import Tile
+from codetta.program import Operand, Program, Store
+from codetta.runtime.bind import Binding, layout_strides
+from codetta.runtime.cache import Cache, key_of
+from codetta.stat import FIELDS, Stat
+
+PRODUCT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+class TritonBackend:
+    name = "triton"
+
+    def why_not(self, program: Program, binding: Binding) -> list[Reason]:
+        device = binding.a.device
+        if not (device.type == "cuda" or interpreting()):
+            return [
+                Reason(
+                    "device", f"{device} is no GPU; Triton runs on the CPU only in its interpreter (TRITON_INTERPRET=1)"
+                )
+            ]
+        target = device_target(device)
+        if device.type == "cuda" and target is None:
+            return [Reason("device", f"{torch.cuda.get_device_name(device)} is not in the table of targets")]
+        reasons = unsupported(program, target)
+        if reasons:
+            return reasons
+        tiles, refused = self._candidates(program, binding)
+        return [] if tiles else list(refused)
+
+    def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
+        return self.launch(program, binding, self.tile(program, binding))
+
+    def source(self, program: Program, binding: Binding) -> str:
+        return triton_gemm.source(program, self.tile(program, binding), self._widen(program, binding))
+
+    def tile(self, program: Program, binding: Binding) -> Tile:
+        """The tile for this call: tuned if it has been, else the default."""
+        tiles, refused = self._candidates(program, binding)
+        if not tiles:
+            raise LoweringError(f"no legal tile for {program.name}", list(refused))
+        return tiles[0]
+
+    def launch(self, program: Program, binding: Binding, tile: Tile) -> dict[str, Tensor | Stat]:
+        """Run the program with a given tile."""
+        kernel = build(program, tile, self._widen(program, binding)).kernel
+        row_tiles = -(-binding.rows_per_batch // tile.rows)
+        results: dict[str, Tensor | Stat] = dict(binding.outputs)
+        for sink in program.sinks:
+            results[sink.name] = _stat(program, sink.name, binding, tile, row_tiles)
+        tiles = binding.batch * row_tiles * sum(tile.column_tiles(segment) for segment in program.segments)
+        grid = (tiles if tile.loop == "pointer" else min(tiles, unit_count(binding.a.device)),)
+        arguments = _arguments(program, binding, tile, results)
+        kernel[grid](*arguments, num_warps=tile.warps, num_stages=tile.stages)
+        return results
+
+    @staticmethod
+    def _widen(program: Program, binding: Binding) -> bool:
+        return not binding.a.is_cuda and program.a_dtype == torch.bfloat16
+
+    @staticmethod
+    def _candidates(program: Program, binding: Binding) -> tuple[tuple[Tile, ...], tuple[Reason, ...]]:
+        target = device_target(binding.a.device)
+        return candidates(program, bucket(binding.rows), target, _aligned(program, binding))
+
+
+def unsupported(program: Program, target: Target | None) -> list[Reason]:
+    """What no tile could change: types that the language lacks."""
+    reasons = []
+    if program.a_dtype not in PRODUCT_DTYPES:
+        reasons.append(Reason("dtype", f"products of {program.a_dtype} have no kernel"))
+    dtypes = {f"operand {o.name}": o.dtype for o in program.operands} | {
+        f"output {s.name}": s.dtype for s in program.stores
+    }
+    for what, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            reasons.append(Reason("dtype", f"{what} is {dtype}, which kernels do not have"))
+        if dtype == torch.float8_e4m3fn and target is not None and not target.fp8:
+            reasons.append(Reason("dtype", f"{what} is fp8 e4m3, which {target.name} does not convert"))
+    if program.batched and any(node.space.rows > 1 for segment in program.segments for node in segment.nodes):
+        reasons.append(Reason("batched", "groups of rows could straddle two batch entries"))
+    return reasons
+
+
+@lru_cache(maxsize=None)
+def build(program: Program, tile: Tile, widen: bool = False) -> ModuleType:
+    """The generated module, from the cache or written now. Triton compiles and caches the kernel itself."""
+    text = triton_gemm.source(program, tile, widen)
+    if int(os.environ.get("CODETTA_DEBUG", "0") or 0) >= 4:
+        print(text)
+    return load(text, program.name)
+
+
+def load(text: str, name: str) -> ModuleType:
+    """Import generated source; Triton needs it in a file."""
+
+    def write(path: Path) -> None:
+        path.write_text(text)
+
+    path = Cache("triton").get_file(key_of(source=text), write, suffix=".py")
+    module_name = f"codetta_generated_{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _aligned(program: Program, binding: Binding) -> bool:
+    """Whether the copy engine can address A and every B."""
+    for tensor, batched in ((binding.a, False), *((b, program.batched) for b in binding.b)):
+        step = max(tensor.stride()[-2:])
+        if tensor.data_ptr() % 16 or step * tensor.element_size() % 16:
+            return False
+        if batched and tensor.stride(0) != tensor.shape[1] * tensor.shape[2]:
+            return False
+    # Descriptors see a batch of (K, N) as one matrix: a step in K must not reach into the next entry.
+    return not (program.batched and any(p.layout == "kn" and program.k % 128 for p in program.products))
+
+
+def _stat(program: Program, name: str, binding: Binding, tile: Tile, row_tiles: int) -> Stat:
+    """Room for a sink's partials."""
+    index = next(i for i, sink in enumerate(program.sinks) if sink.name == name)
+    sink = program.sinks[index]
+    segment = next(s for s in program.segments if index in s.sinks)
+    fields = FIELDS[sink.how]
+    if sink.by_row:
+        shape = (fields, tile.column_tiles(segment), binding.rows)
+        width = tile.strip(segment) * len(sink.values) * sink.values[0].space.cols // segment.cols
+        total = sink.cols
+    else:
+        shape, width, total = (fields, row_tiles, binding.batch * sink.cols), tile.rows, binding.rows_per_batch
+    return Stat(torch.empty(shape, dtype=torch.float32, device=binding.a.device), sink.how, width, total)
+
+
+def _arguments(program: Program, binding: Binding, tile: Tile, results: dict[str, Any]) -> list[Any]:
+    """Kernel arguments in the order of `triton_gemm.kernel_parameters`."""
+    arguments = _matrices(program, binding, tile)
+    if program.batched:
+        arguments += [binding.rows_per_batch, *(b.stride(0) for b in binding.b)]
+    arguments += [binding.rows, max(binding.rows_per_sample, 1)]
+    for operand in program.operands:
+        arguments += _operand(operand, binding)
+    for store in program.stores:
+        arguments += _output(store, binding.outputs[store.name])
+    arguments += [results[sink.name].partials for sink in program.sinks]
+    return arguments
+
+
+def _matrices(program: Program, binding: Binding, tile: Tile) -> list[Any]:
+    if tile.loop == "pointer":
+        a_step = binding.a.stride(0 if program.a_layout == "mk" else 1)
+        steps = [b.stride(-2 if p.layout == "nk" else -1) for b, p in zip(binding.b, program.products, strict=True)]
+        return [binding.a, *binding.b, a_step, *steps]
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    widths = {strip.product: tile.strip(segment) for segment in program.segments for strip in segment.strips}
+    a = binding.a if program.a_layout == "mk" else binding.a.T
+    a_block = [tile.rows, tile.depth] if program.a_layout == "mk" else [tile.depth, tile.rows]
+    descriptors = [TensorDescriptor.from_tensor(a, a_block)]
+    for index, (b, product) in enumerate(zip(binding.b, program.products, strict=True)):
+        matrix = b if product.layout == "nk" else b.transpose(-1, -2)
+        block = [widths[index], tile.depth] if product.layout == "nk" else [tile.depth, widths[index]]
+        descriptors.append(TensorDescriptor.from_tensor(matrix.flatten(0, -2), block))
+    return descriptors
+
+
+def _operand(operand: Operand, binding: Binding) -> list[Any]:
+    value = binding.operands[operand.name]
+    if isinstance(value, Stat):
+        integers = {"tiles": value.partials.shape[1], "width": value.width, "total": value.total}
+        return [value.partials, *(integers[what] for what in operand_integers(operand))]
+    if operand.layout != "rows":
+        return [value, *layout_strides(operand.layout, value)]
+    integers = {"stride": value.stride(0)}
+    if operand.rows == "sample":
+        integers["span"] = binding.rows // value.shape[0]
+    elif operand.rows == "repeat":
+        integers["span"] = value.shape[0]
+    return [value, *(integers[what] for what in operand_integers(operand))]
+
+
+def _output(store: Store, value: Tensor) -> list[Any]:
+    if store.layout != "rows":
+        return [value, *layout_strides(store.layout, value)]
+    return [value, *([value.stride(0)] if store_integers(store) else [])]

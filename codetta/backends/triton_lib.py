@@ -1,0 +1,205 @@
+"""Device functions that generated Triton kernels call: what Triton's language lacks or defines differently."""
+
+# Triton reads annotations of device functions itself, so this file must not postpone their evaluation.
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_order(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Visit GROUP tile rows before the next tile column, so that both operands are reused from L2."""
+    per_group = GROUP * tiles_n
+    first = (tile // per_group) * GROUP
+    rows = min(tiles_m - first, GROUP)
+    inside = tile % per_group
+    return first + inside % rows, inside // rows
+
+
+@triton.jit
+def halves(x):
+    """The left and the right half of the columns; both stay in the registers they are in."""
+    rows: tl.constexpr = x.shape[0]
+    half: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x, (rows, 2, half)), (0, 2, 1)))
+
+
+@triton.jit
+def part_pair(x, BLOCK: tl.constexpr):
+    """Both halves of every block of BLOCK columns."""
+    rows: tl.constexpr = x.shape[0]
+    cols: tl.constexpr = x.shape[1]
+    run: tl.constexpr = BLOCK // 2
+    low, high = tl.split(tl.permute(tl.reshape(x, (rows, cols // BLOCK, 2, run)), (0, 1, 3, 2)))
+    return tl.reshape(low, (rows, cols // 2)), tl.reshape(high, (rows, cols // 2))
+
+
+@triton.jit
+def join_pair(low, high, BLOCK: tl.constexpr):
+    """The inverse of part_pair."""
+    rows: tl.constexpr = low.shape[0]
+    cols: tl.constexpr = low.shape[1]
+    run: tl.constexpr = BLOCK // 2
+    low = tl.reshape(low, (rows, cols // run, run))
+    high = tl.reshape(high, (rows, cols // run, run))
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 1, 3, 2)), (rows, cols * 2))
+
+
+@triton.jit
+def max_nan(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def group_sum(x, ROWS: tl.constexpr, COLS: tl.constexpr):
+    rows: tl.constexpr = x.shape[0]
+    cols: tl.constexpr = x.shape[1]
+    x = tl.reshape(tl.sum(tl.reshape(x, (rows, cols // COLS, COLS)), 2), (rows, cols // COLS))
+    if ROWS > 1:
+        x = tl.sum(tl.reshape(x, (rows // ROWS, ROWS, cols // COLS)), 1)
+    return x
+
+
+@triton.jit
+def group_max(x, ROWS: tl.constexpr, COLS: tl.constexpr):
+    rows: tl.constexpr = x.shape[0]
+    cols: tl.constexpr = x.shape[1]
+    x = tl.reduce(tl.reshape(x, (rows, cols // COLS, COLS)), 2, max_nan)
+    if ROWS > 1:
+        x = tl.reduce(tl.reshape(x, (rows // ROWS, ROWS, cols // COLS)), 1, max_nan)
+    return x
+
+
+@triton.jit
+def spread(x, ROWS: tl.constexpr, COLS: tl.constexpr):
+    rows: tl.constexpr = x.shape[0]
+    cols: tl.constexpr = x.shape[1]
+    x = tl.broadcast_to(tl.reshape(x, (rows, 1, cols, 1)), (rows, ROWS, cols, COLS))
+    return tl.reshape(x, (rows * ROWS, cols * COLS))
+
+
+@triton.jit
+def tanh(x):
+    """Small arguments by their series: 1 - exp(-2x) would lose their digits."""
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+    decay = tl.exp(-2.0 * tl.abs(x))
+    large = (1.0 - decay) / (1.0 + decay)
+    return tl.where(tl.abs(x) < 0.3, series, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def round_even(x):
+    """Adding 1.5 · 2^23 leaves no bits for a fraction; larger numbers are whole already."""
+    return tl.where(tl.abs(x) < 4194304.0, (x + 12582912.0) - 12582912.0, x)
+
+
+@triton.jit
+def saturate(x, LIMIT: tl.constexpr):
+    """Clamp to ±LIMIT; NaN stays NaN."""
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+
+
+@triton.jit
+def to_int8(x):
+    """Nearest whole number, ties to even, saturated; NaN becomes 0."""
+    x = round_even(saturate(x, 127.0))
+    return tl.where(x == x, x, 0.0).to(tl.int8)
+
+
+@triton.jit
+def uniform(seed, row, col):
+    """Philox 2x32, 7 rounds, counter (row, col): the same numbers as `codetta.ir.op.philox`."""
+    row, col = tl.broadcast(row, col)
+    low = col.to(tl.uint32)
+    high = row.to(tl.uint32)
+    key = seed.to(tl.uint32)
+    for _ in tl.static_range(7):
+        product_low = low * 0xD256D193
+        low = tl.umulhi(low, tl.full(low.shape, 0xD256D193, tl.uint32)) ^ key ^ high
+        high = product_low
+        key = key + 0x9E3779B9
+    return (low >> 8).to(tl.float32) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def finish_sum(pointer, tiles, length, at, ok):
+    """The sum of a statistic's partials, in the order of the tiles."""
+    total = tl.load(pointer + at, mask=ok, other=0.0)
+    for tile in range(1, tiles):
+        total += tl.load(pointer + tile.to(tl.int64) * length + at, mask=ok, other=0.0)
+    return total
+
+
+@triton.jit
+def finish_max(pointer, tiles, length, at, ok):
+    top = tl.load(pointer + at, mask=ok, other=0.0)
+    for tile in range(1, tiles):
+        top = max_nan(top, tl.load(pointer + tile.to(tl.int64) * length + at, mask=ok, other=0.0))
+    return top
+
+
+@triton.jit
+def finite_or_zero(x):
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
+def finish_lse(pointer, tiles, length, at, ok):
+    """log of the sum of exponentials from partials (max, sum of exp(x - max))."""
+    top = finish_max(pointer, tiles, length, at, ok)
+    shift = finite_or_zero(top)
+    sums = pointer + tiles.to(tl.int64) * length
+    total = tl.zeros_like(top)
+    for tile in range(0, tiles):
+        place = tile.to(tl.int64) * length + at
+        part = tl.load(sums + place, mask=ok, other=1.0)
+        total += tl.where(part > 0, part * tl.exp(tl.load(pointer + place, mask=ok, other=0.0) - shift), part)
+    return shift + tl.log(total)
+
+
+@triton.jit
+def finish_mean(pointer, tiles, length, at, ok, width, total):
+    mean = tl.load(pointer + at, mask=ok, other=0.0) * min(width, total)
+    for tile in range(1, tiles):
+        count = min(width, total - tile * width)
+        mean += tl.load(pointer + tile.to(tl.int64) * length + at, mask=ok, other=0.0) * count
+    return mean / total
+
+
+@triton.jit
+def finish_var(pointer, tiles, length, at, ok, width, total):
+    """Chan's merge of tile means and squared deviations."""
+    mean = finish_mean(pointer, tiles, length, at, ok, width, total)
+    deviations = pointer + tiles.to(tl.int64) * length
+    m2 = tl.zeros_like(mean)
+    for tile in range(0, tiles):
+        count = min(width, total - tile * width)
+        place = tile.to(tl.int64) * length + at
+        apart = tl.load(pointer + place, mask=ok, other=0.0) - mean
+        m2 += tl.load(deviations + place, mask=ok, other=0.0) + apart * apart * count
+    return m2 / total
+
+
+@triton.jit
+def merge_lse(top1, sum1, top2, sum2):
+    """Partials (max, sum of exp(x - max)) of two runs of columns as one."""
+    top = max_nan(top1, top2)
+    shift = finite_or_zero(top)
+    # An empty run has max -inf and sum 0; exp(-inf - shift) is 0 as it should be.
+    left = tl.where(sum1 > 0, sum1 * tl.exp(top1 - shift), sum1)
+    right = tl.where(sum2 > 0, sum2 * tl.exp(top2 - shift), sum2)
+    return top, left + right
+
+
+@triton.jit
+def merge_moments(mean1, m21, count1, mean2, m22, count2):
+    """Partials (mean, sum of squared deviations) of two runs of columns as one: Chan's formula."""
+    count = count1 + count2
+    apart = mean2 - mean1
+    mean = mean1 + apart * (count2 / count)
+    return mean, m21 + m22 + apart * apart * (count1 * count2 / count)

@@ -1,0 +1,1 @@
+"""Plans: hardware facts, legal tiles, and which of them to use."""

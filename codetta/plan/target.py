@@ -1,0 +1,66 @@
+"""Hardware facts as data. Architecture numbers appear in this file and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Target:
+    """What tile choice and code generation need to know about one kind of device."""
+
+    name: str
+    vendor: str  # cuda or hip
+    arch: int | str  # as Triton's GPUTarget names it
+    warp: int  # threads
+    shared: int  # bytes of shared memory that one block can have
+    registers: int  # 32-bit registers per thread at most
+    units: int  # multiprocessors of the common part; the real device is asked at run time
+    bulk_copy: bool  # tensor descriptors are copied by hardware
+    warpgroups: bool  # asynchronous matrix instructions of four warps (wgmma)
+    fp8: bool  # converts fp8 e4m3 in hardware
+    copy_alignment: int = 16  # bytes, of bases and strides that the copy engine takes
+
+    @property
+    def triton(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(self.vendor, self.arch, self.warp)
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", "cuda", 80, 32, 166_912, 255, 108, bulk_copy=False, warpgroups=False, fp8=False),
+        Target("sm_90", "cuda", 90, 32, 232_448, 255, 132, bulk_copy=True, warpgroups=True, fp8=True),
+        Target("sm_100", "cuda", 100, 32, 232_448, 255, 148, bulk_copy=True, warpgroups=False, fp8=True),
+        Target("sm_120", "cuda", 120, 32, 101_376, 255, 170, bulk_copy=True, warpgroups=False, fp8=True),
+        Target("gfx942", "hip", "gfx942", 64, 65_536, 512, 304, bulk_copy=False, warpgroups=False, fp8=True),
+        Target("gfx950", "hip", "gfx950", 64, 163_840, 512, 256, bulk_copy=False, warpgroups=False, fp8=True),
+    )
+}
+
+
+@cache
+def device_target(device: torch.device) -> Target | None:
+    """The target of a device, None for one that is not in the table."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return TARGETS.get(properties.gcnArchName.split(":")[0])
+    # Later members of a family run the family's code.
+    family = {8: "sm_80", 9: "sm_90", 10: "sm_100", 12: "sm_120"}.get(properties.major)
+    return TARGETS[family] if family else None
+
+
+@cache
+def unit_count(device: torch.device) -> int:
+    """Multiprocessors of the device; on a machine without one, few, so that the interpreter sees a persistent loop."""
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
