@@ -9,7 +9,7 @@ import hashlib
 import importlib.util
 import os
 import sys
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -109,7 +109,7 @@ def unsupported(program: Program, target: Target | None) -> list[Reason]:
     return reasons
 
 
-@lru_cache(maxsize=None)
+@cache
 def build(program: Program, tile: Tile, widen: bool = False) -> ModuleType:
     """The generated module, from the cache or written now. Triton compiles and caches the kernel itself."""
     text = triton_gemm.source(program, tile, widen)

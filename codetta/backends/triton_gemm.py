@@ -218,8 +218,8 @@ def _finish_tile(program: Program, writer: EpilogueWriter, tile: Tile, pn: str) 
             continue
         tiles = tile.column_tiles(segment)
         for field, part in enumerate(ROW_FIELDS[sink.how]):
-            place = f"({field * tiles} + {pn}).to(tl.int64) * M" if field else f"({pn}).to(tl.int64) * M"
-            lines.append(f"tl.store({sink.name}_part + {place} + row, {sink.name}_{part}[:, None], mask=row_ok)")
+            start = f"({field * tiles} + {pn}).to(tl.int64) * M"
+            lines.append(f"tl.store({sink.name}_part + {start} + row, {sink.name}_{part}[:, None], mask=row_ok)")
     return lines
 
 

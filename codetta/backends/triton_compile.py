@@ -1,0 +1,118 @@
+"""Cross-compilation: a program's kernel for a target that need not be here, and what the compiler says of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from codetta.backends import triton_gemm
+from codetta.backends.triton import load
+from codetta.plan.target import Target
+from codetta.plan.tile import Tile
+from codetta.program import Program
+
+SHORT = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a compiled kernel needs and uses."""
+
+    registers: int
+    spills: int  # bytes of registers that went to memory
+    shared: int
+    warpgroup: bool  # asynchronous warpgroup matrix instructions
+    bulk_copy: bool  # copies by the tensor copy engine
+    assembly: str
+
+
+def cross_compile(program: Program, tile: Tile, target: Target) -> Report:
+    """Compile the program's kernel for the target; raises what the compiler raises."""
+    import triton
+    from triton.compiler import ASTSource
+
+    module = load(triton_gemm.source(program, tile), program.name)
+    signature, attributes = _signature(program, tile)
+    source = ASTSource(module.kernel, signature, {}, attributes)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return report(triton.compile(source, target=target.triton, options=options), target)
+
+
+def report(compiled: Any, target: Target) -> Report:
+    """Registers and spills as the assembler reports them."""
+    if target.vendor == "hip":
+        text = compiled.asm["amdgcn"]
+        return Report(
+            _number(text, r"\.vgpr_count:\s+(\d+)"),
+            4 * (_number(text, r"\.vgpr_spill_count:\s+(\d+)") + _number(text, r"\.sgpr_spill_count:\s+(\d+)")),
+            compiled.metadata.shared,
+            False,
+            False,
+            text,
+        )
+    text = compiled.asm["ptx"]
+    usage = _resource_usage(compiled.asm["cubin"])
+    return Report(
+        _number(usage, r"REG:(\d+)"),
+        _number(usage, r"LOCAL:(\d+)") or _number(usage, r"STACK:(\d+)"),
+        compiled.metadata.shared,
+        "wgmma" in text,
+        "cp.async.bulk.tensor" in text,
+        text,
+    )
+
+
+def _resource_usage(cubin: bytes) -> str:
+    from triton import knobs
+
+    tool = knobs.nvidia.cuobjdump.path
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        run = subprocess.run([tool, "--dump-resource-usage", str(path)], capture_output=True, text=True, check=True)
+    return run.stdout
+
+
+def _number(text: str, pattern: str) -> int:
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else 0
+
+
+def _signature(program: Program, tile: Tile) -> tuple[dict[str, str], dict[tuple[int, ...], list[list[Any]]]]:
+    """Types of the kernel's parameters, with the alignment that ordinary tensors have."""
+    names = triton_gemm.kernel_parameters(program, tile)
+    types = dict.fromkeys(names, "i32")
+    element = SHORT[program.a_dtype]
+    if tile.loop == "pointer":
+        types |= {"a": f"*{element}"} | {f"b{i}": f"*{element}" for i in range(len(program.products))}
+    else:
+        a_block = (tile.rows, tile.depth) if program.a_layout == "mk" else (tile.depth, tile.rows)
+        types["a"] = f"tensordesc<{element}[{a_block[0]},{a_block[1]}]>"
+        for segment in program.segments:
+            for strip in segment.strips:
+                width = tile.strip(segment)
+                nk = program.products[strip.product].layout == "nk"
+                block = (width, tile.depth) if nk else (tile.depth, width)
+                types[f"b{strip.product}"] = f"tensordesc<{element}[{block[0]},{block[1]}]>"
+    for operand in program.operands:
+        types[f"{operand.name}_ptr"] = f"*{SHORT[operand.dtype]}"
+    for store in program.stores:
+        types[f"{store.name}_out"] = f"*{SHORT[store.dtype]}"
+    for sink in program.sinks:
+        types[f"{sink.name}_part"] = "*fp32"
+    skipped = triton_gemm.unspecialised(names)
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if types[name].startswith("*") or (types[name] == "i32" and name not in skipped)
+    }
+    return types, aligned
