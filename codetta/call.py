@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import update_wrapper
+from numbers import Number
 from typing import Any
 
 import torch
@@ -123,11 +124,16 @@ class Epilogue:
                 "a", f"expected a tensor, got {type(a).__name__}", "pass the left operand of the product, (..., K)"
             )
         check_tensor("a", a, a.device)
-        listed = [w] if isinstance(w, Tensor) else list(w)
+        listed = list(w) if isinstance(w, Sequence) else [w]
         if not listed:
             raise ArgumentError("w", "is empty", "pass a weight (N, K) or several")
         for index, each in enumerate(listed):
-            self._check_weight("w" if len(listed) == 1 else f"w[{index}]", each, a)
+            label = "w" if len(listed) == 1 else f"w[{index}]"
+            self._check_weight(label, each, a)
+            if each.dim() != listed[0].dim():
+                raise ArgumentError(
+                    label, "has a batch dimension where another has none", "pass all weights with it, or all without"
+                )
         batched = listed[0].dim() == 3
         if a.dim() < 2 or (batched and a.dim() != 3):
             raise ArgumentError(
@@ -166,17 +172,29 @@ class Epilogue:
         for key, value in given.items():
             if isinstance(value, Tensor) and value.dtype not in OPERAND_DTYPES:
                 raise ArgumentError(key, f"has dtype {value.dtype}", "pass a real float, fp8, int8 or integer tensor")
-            if isinstance(value, Tensor | Stat) and value.device != a.device:
+            if isinstance(value, Tensor):
+                check_tensor(key, value, a.device)
+            elif (
+                self.kinds[key] is not None and not isinstance(value, Stat | Number) and not self._left_out(key, value)
+            ):
+                raise ArgumentError(key, f"expected a tensor, got {type(value).__name__}", "pass a torch.Tensor")
+            if isinstance(value, Stat) and value.device != a.device:
                 raise ArgumentError(
                     key, f"is on {value.device}, but a is on {a.device}", f"move it: {key}.to({str(a.device)!r})"
                 )
         return a, a_layout, weights, given, lead
+
+    def _left_out(self, key: str, value: Any) -> bool:
+        """Whether an optional operand is not given: None, where None is the parameter's default."""
+        return value is None and self.defaults.get(key, 0) is None
 
     @staticmethod
     def _check_weight(name: str, w: Any, a: Tensor) -> None:
         check_tensor(name, w, a.device)
         if w.dim() not in (2, 3):
             raise ArgumentError(name, f"has shape {tuple(w.shape)}", "pass (N, K) as nn.Linear stores it, or (B, N, K)")
+        if not w.shape[-2]:
+            raise ArgumentError(name, "has no columns to produce (N = 0)", "pass a weight with at least one row")
         if w.shape[-1] != a.shape[-1]:
             hint = f"pass {name}.T" if w.shape[0] == a.shape[-1] else "the last dimensions of a and w must agree"
             raise ArgumentError(name, f"has K = {w.shape[-1]}, but a has K = {a.shape[-1]}", hint)
@@ -207,6 +225,14 @@ class Epilogue:
         rows = a.shape[0] * (a.shape[1] if batched else 1)
         products = tuple(Product(each.shape[-2], each.dtype, layout) for each, layout in weights)
         declared = {key: self._declare(key, value, rows, products) for key, value in given.items()}
+        for operand in declared.values():
+            index = declared.get(operand.row_index) if isinstance(operand, Operand) and operand.row_index else None
+            if isinstance(operand, Operand) and operand.row_index and not _is_index(index):
+                raise ArgumentError(
+                    operand.name,
+                    f"is looked up by {operand.row_index!r}, which is no integer Col operand of {self.fn.__name__}",
+                    f"add the parameter {operand.row_index}: codetta.Col and pass the row numbers",
+                )
         key = (a.dtype, a_layout, a.shape[-1], products, tuple(declared.items()), batched, tf32)
         program = self._programs.get(key)
         if program is None:
@@ -247,6 +273,9 @@ class Epilogue:
                     )
                 sizes = dict(zip(layout, shape, strict=True))
                 return Operand(name, value.dtype, "each", sizes["h"] * sizes["d"], layout=layout, head=sizes["d"])
+            case dsl.Table(rows="repeat") if value.numel() == last:
+                # One row for all: a vector that repeats over the columns, such as a norm's weight inside each head.
+                return Operand(name, value.dtype, "none", last, period=last)
             case dsl.Table(rows=how):
                 index = how if how not in ("each", "repeat") else None
                 return Operand(name, value.dtype, "index" if index else how, last, period=last, row_index=index)
@@ -272,3 +301,7 @@ class Epilogue:
         if isinstance(finished, tuple):
             return tuple(each.to(dtype).view(shape) for each in finished)
         return finished.to(dtype).view(shape)
+
+
+def _is_index(operand: Any) -> bool:
+    return isinstance(operand, Operand) and operand.dtype in (torch.int32, torch.int64) and not operand.cols

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from codetta.errors import Reason
 from codetta.ir.graph import Frame, Node
-from codetta.ir.op import apply, compute_dtype, round_to
+from codetta.ir.op import OPS, apply, compute_dtype, round_to
 from codetta.program import Operand, Program, Sink, Store
 from codetta.runtime.bind import Binding, layout_strides
 from codetta.stat import Stat, merge_moments
@@ -41,7 +41,7 @@ def _product(binding: Binding, b: Tensor, dtype: torch.dtype) -> Tensor:
     a = binding.a.to(dtype)
     if b.dim() == 2:
         return a @ b.to(dtype).T
-    per_batch = a.reshape(binding.batch, binding.rows_per_batch, -1)
+    per_batch = a.unflatten(0, (binding.batch, binding.rows_per_batch))
     return torch.bmm(per_batch, b.to(dtype).transpose(1, 2)).flatten(0, 1)
 
 
@@ -80,7 +80,9 @@ def _value(
 
 
 def _number(value: Tensor, dtype: torch.dtype, op: str) -> Tensor:
-    return value if op == "random" or value.dtype in (torch.int64, torch.bool) else value.to(dtype)
+    """What the op computes with: whole numbers stay whole unless its result is a fraction."""
+    whole = value.dtype in (torch.int64, torch.bool) and (OPS[op].result != "float" or op == "where")
+    return value if op == "random" or whole else value.to(dtype)
 
 
 def _framed(whole: Tensor, frame: Frame | None) -> Tensor:
@@ -192,7 +194,7 @@ def _reduce(sink: Sink, values: Mapping[int, Any], binding: Binding) -> Stat:
     for tensor, frame in zip(tensors, sink.frames, strict=True):
         view = _framed_view(whole, frame)
         view.copy_(tensor.unflatten(-1, view.shape[1:]))
-    batches = whole.unflatten(0, (binding.batch, -1)) if binding.batch > 1 else whole[None]
+    batches = whole.unflatten(0, (binding.batch, binding.rows_per_batch)) if binding.batch > 1 else whole[None]
     if sink.how == "sum":
         reduced = batches.sum(1)
     else:

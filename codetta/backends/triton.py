@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codetta.backends import triton_gemm
+from codetta.backends import gluon_gemm, triton_gemm
+from codetta.backends.gluon_gemm import LAUNCH_REGISTERS
 from codetta.backends.triton_epilogue import DTYPES, operand_integers, store_integers
 from codetta.errors import LoweringError, Reason
 from codetta.plan.choose import bucket, candidates
 from codetta.plan.target import Target, device_target, unit_count
 from codetta.plan.tile import Tile
+from codetta.plan.traffic import CONSUMERS
 from codetta.program import Operand, Program, Store
 from codetta.runtime.bind import Binding, layout_strides
 from codetta.runtime.cache import Cache, key_of
@@ -52,43 +54,55 @@ class TritonBackend:
         reasons = unsupported(program, target)
         if reasons:
             return reasons
-        tiles, refused = self._candidates(program, binding)
-        return [] if tiles else list(refused)
+        tiles, refused = self.candidates(program, binding)
+        return [] if tiles else refused
 
     def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
         return self.launch(program, binding, self.tile(program, binding))
 
     def source(self, program: Program, binding: Binding) -> str:
-        return triton_gemm.source(program, self.tile(program, binding), self._widen(program, binding))
+        return source(program, self.tile(program, binding), self._widen(program, binding))
 
     def tile(self, program: Program, binding: Binding) -> Tile:
         """The tile for this call: tuned if it has been, else the default."""
-        tiles, refused = self._candidates(program, binding)
+        tiles, refused = self.candidates(program, binding)
         if not tiles:
             raise LoweringError(f"no legal tile for {program.name}", list(refused))
         return tiles[0]
 
+    def candidates(self, program: Program, binding: Binding) -> tuple[list[Tile], list[Reason]]:
+        """Tiles that are legal for these tensors, best guess first, and why the others are not."""
+        target = device_target(binding.a.device)
+        tiles, refused = candidates(program, bucket(binding.rows), target, _aligned(program, binding))
+        fitting, reasons = [], list(refused)
+        for tile in tiles:
+            found = _why_not_specialised(program, binding, tile) if tile.loop == "specialised" else []
+            reasons += found
+            if not found:
+                fitting.append(tile)
+        return fitting, reasons
+
     def launch(self, program: Program, binding: Binding, tile: Tile) -> dict[str, Tensor | Stat]:
         """Run the program with a given tile."""
         kernel = build(program, tile, self._widen(program, binding)).kernel
+        # Column partials: one per tile of rows, or per consumer's part of one.
         row_tiles = -(-binding.rows_per_batch // tile.rows)
+        parts = row_tiles * (CONSUMERS if tile.loop == "specialised" else 1)
         results: dict[str, Tensor | Stat] = dict(binding.outputs)
         for sink in program.sinks:
-            results[sink.name] = _stat(program, sink.name, binding, tile, row_tiles)
+            results[sink.name] = _stat(program, sink.name, binding, tile, parts)
         tiles = binding.batch * row_tiles * sum(tile.column_tiles(segment) for segment in program.segments)
         grid = (tiles if tile.loop == "pointer" else min(tiles, unit_count(binding.a.device)),)
         arguments = _arguments(program, binding, tile, results)
-        kernel[grid](*arguments, num_warps=tile.warps, num_stages=tile.stages)
+        if tile.loop == "specialised":
+            kernel[grid](*arguments, num_warps=4, maxnreg=LAUNCH_REGISTERS)
+        else:
+            kernel[grid](*arguments, num_warps=tile.warps, num_stages=tile.stages)
         return results
 
     @staticmethod
     def _widen(program: Program, binding: Binding) -> bool:
         return not binding.a.is_cuda and program.a_dtype == torch.bfloat16
-
-    @staticmethod
-    def _candidates(program: Program, binding: Binding) -> tuple[tuple[Tile, ...], tuple[Reason, ...]]:
-        target = device_target(binding.a.device)
-        return candidates(program, bucket(binding.rows), target, _aligned(program, binding))
 
 
 def unsupported(program: Program, target: Target | None) -> list[Reason]:
@@ -109,10 +123,22 @@ def unsupported(program: Program, target: Target | None) -> list[Reason]:
     return reasons
 
 
+def source(program: Program, tile: Tile, widen: bool = False) -> str:
+    if tile.loop == "specialised":
+        return gluon_gemm.source(program, tile)
+    return triton_gemm.source(program, tile, widen)
+
+
+def _why_not_specialised(program: Program, binding: Binding, tile: Tile) -> list[Reason]:
+    from codetta.backends import gluon_launch
+
+    return gluon_launch.why_not(program, binding, tile)
+
+
 @cache
 def build(program: Program, tile: Tile, widen: bool = False) -> ModuleType:
     """The generated module, from the cache or written now. Triton compiles and caches the kernel itself."""
-    text = triton_gemm.source(program, tile, widen)
+    text = source(program, tile, widen)
     if int(os.environ.get("CODETTA_DEBUG", "0") or 0) >= 4:
         print(text)
     return load(text, program.name)
@@ -182,6 +208,10 @@ def _matrices(program: Program, binding: Binding, tile: Tile) -> list[Any]:
         a_step = binding.a.stride(0 if program.a_layout == "mk" else 1)
         steps = [b.stride(-2 if p.layout == "nk" else -1) for b, p in zip(binding.b, program.products, strict=True)]
         return [binding.a, *binding.b, a_step, *steps]
+    if tile.loop == "specialised":
+        from codetta.backends import gluon_launch
+
+        return gluon_launch.descriptors(program, binding, tile)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     widths = {strip.product: tile.strip(segment) for segment in program.segments for strip in segment.strips}

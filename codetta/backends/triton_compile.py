@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from codetta.backends import triton_gemm
+from codetta.backends import gluon_gemm, triton_gemm
 from codetta.backends.triton import load
+from codetta.backends.triton_epilogue import unspecialised
 from codetta.plan.target import Target
 from codetta.plan.tile import Tile
 from codetta.program import Program
@@ -40,10 +41,17 @@ def cross_compile(program: Program, tile: Tile, target: Target) -> Report:
     import triton
     from triton.compiler import ASTSource
 
-    module = load(triton_gemm.source(program, tile), program.name)
-    signature, attributes = _signature(program, tile)
-    source = ASTSource(module.kernel, signature, {}, attributes)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    options: dict[str, Any]
+    if tile.loop == "specialised":
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        module = load(gluon_gemm.source(program, tile), program.name)
+        source = GluonASTSource(module.kernel, *_signature(program, tile))
+        options = {"num_warps": 4, "maxnreg": gluon_gemm.LAUNCH_REGISTERS}
+    else:
+        module = load(triton_gemm.source(program, tile), program.name)
+        source = ASTSource(module.kernel, *_signature(program, tile))
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return report(triton.compile(source, target=target.triton, options=options), target)
 
 
@@ -87,12 +95,19 @@ def _number(text: str, pattern: str) -> int:
     return int(found.group(1)) if found else 0
 
 
-def _signature(program: Program, tile: Tile) -> tuple[dict[str, str], dict[tuple[int, ...], list[list[Any]]]]:
+def _signature(
+    program: Program, tile: Tile
+) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], list[list[Any]]]]:
     """Types of the kernel's parameters, with the alignment that ordinary tensors have."""
-    names = triton_gemm.kernel_parameters(program, tile)
+    specialised = tile.loop == "specialised"
+    names = (gluon_gemm if specialised else triton_gemm).kernel_parameters(program, tile)
     types = dict.fromkeys(names, "i32")
     element = SHORT[program.a_dtype]
-    if tile.loop == "pointer":
+    if specialised:
+        for name, role, what in gluon_gemm.descriptors(program, tile):
+            block, dtype = gluon_gemm.block_of(program, tile, role, what)
+            types[name] = f"tensordesc<{SHORT[dtype]}{block},{gluon_gemm.shared_layout(block, dtype)!r}>"
+    elif tile.loop == "pointer":
         types |= {"a": f"*{element}"} | {f"b{i}": f"*{element}" for i in range(len(program.products))}
     else:
         a_block = (tile.rows, tile.depth) if program.a_layout == "mk" else (tile.depth, tile.rows)
@@ -109,10 +124,10 @@ def _signature(program: Program, tile: Tile) -> tuple[dict[str, str], dict[tuple
         types[f"{store.name}_out"] = f"*{SHORT[store.dtype]}"
     for sink in program.sinks:
         types[f"{sink.name}_part"] = "*fp32"
-    skipped = triton_gemm.unspecialised(names)
+    skipped = unspecialised(names)
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
         if types[name].startswith("*") or (types[name] == "i32" and name not in skipped)
     }
-    return types, aligned
+    return types, {}, aligned

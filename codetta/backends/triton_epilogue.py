@@ -52,6 +52,12 @@ def parameters(program: Program) -> list[str]:
     return names
 
 
+def unspecialised(names: list[str]) -> list[str]:
+    """Parameters whose value must not lead to a kernel of its own: rows and everything counted in them."""
+    endings = ("_tiles", "_width", "_total", "_span")
+    return [name for name in names if name in ("M", "rows_per_sample", "rows_per_batch") or name.endswith(endings)]
+
+
 def operand_integers(operand: Operand) -> list[str]:
     """What the kernel must know about an operand's place in memory."""
     if operand.stat:
@@ -142,7 +148,7 @@ class EpilogueWriter:
         return f"{node.attr('name')}" + (f"_{field_name}" if field_name else "") + _suffix(node.attr("frame"))
 
     def _node(self, node: Node) -> None:
-        args = [self.named[id(arg)] for arg in node.args]
+        args = [self._argument(arg, node) for arg in node.args]
         fresh = f"v{len(self.named)}"
         match node.op:
             case "acc":
@@ -171,13 +177,17 @@ class EpilogueWriter:
             case "spread":
                 name = self._say(fresh, f"spread({args[0]}, {node.attr('rows')}, {node.attr('cols')})")
             case "cast":
-                name = self._say(fresh, _cast(args[0], node.attr("dtype"), back=True))
+                name = self._say(fresh, cast_text(args[0], node.attr("dtype"), back=True))
             case "where":
                 condition = args[0] if node.args[0].dtype == "bool" else f"({args[0]} != 0)"
                 name = self._say(fresh, SPELLING["where"].format(condition, *args[1:]))
             case op:
                 name = self._say(fresh, SPELLING[op].format(*args))
         self.named[id(node)] = name
+
+    def _argument(self, arg: Node, node: Node) -> str:
+        """The argument as the node needs it."""
+        return self.named[id(arg)]
 
     def _width(self, cols: int) -> int:
         return self.tile.chunk(self.segment) * cols // self.segment.cols
@@ -248,8 +258,8 @@ class EpilogueWriter:
             self._say(name, f"{column} < {cols}")
         return name
 
-    def _row(self, group: int) -> tuple[str, str]:
-        """Variables with the row numbers (one per group of rows) and their mask."""
+    def _row(self, group: int, cols: int) -> tuple[str, str]:
+        """Variables with the row numbers (one per group of rows) and their mask, to meet values of `cols` columns."""
         if group == 1:
             return "row", "row_ok"
         name = f"row_by{group}"
@@ -274,7 +284,7 @@ class EpilogueWriter:
         if operand.rows == "none":
             mask = f", mask={column_ok}, other=0" if column_ok else ""
             return f"tl.load({name}_ptr + {column}{mask}){kind}"
-        row, row_ok = self._row(operand.group)
+        row, row_ok = self._row(operand.group, cols)
         mask = f"{row_ok} & {column_ok}" if column_ok else row_ok
         if not cols:
             return f"tl.load({name}_ptr + {row}, mask={row_ok}, other=0){kind}"
@@ -307,8 +317,8 @@ class EpilogueWriter:
         piece = store.pieces[piece_index]
         value = piece.value
         base, prefix = f"{store.name}_out", f"{store.name}_out_"
-        row, row_ok = self._row(store.group)
-        stored = _cast(self.named[id(value)], store.dtype, back=False)
+        row, row_ok = self._row(store.group, value.space.cols)
+        stored = cast_text(self.named[id(value)], store.dtype, back=False)
         if value.op == "const":
             stored = f"tl.full((1, 1), {self.named[id(value)]}, tl.float32).to({DTYPES[store.dtype]})"
         if not store.cols:
@@ -320,7 +330,7 @@ class EpilogueWriter:
         within = None
         if store.row_index:
             within = f"{store.name}_to"
-            self._say(within, f"tl.load({store.row_index}_ptr + row, mask=row_ok, other=-1)")
+            self._say(within, f"tl.load({store.row_index}_ptr + {row}, mask={row_ok}, other=-1)")
             mask = f"{mask} & ({within} >= 0)"
         if store.layout == "rows":
             address = f"{base} + {within or row}.to(tl.int64) * {prefix}stride + {column}"
@@ -345,7 +355,7 @@ class EpilogueWriter:
             fill, reduce = (
                 ("0.0", "tl.sum({}, 0)") if sink.how == "sum" else ('float("-inf")', "tl.reduce({}, 0, max_nan)")
             )
-            reduced = reduce.format(f"tl.where(row_ok, {value}, {fill})")
+            reduced = reduce.format(f"tl.where({self._row(1, node.space.cols)[1]}, {value}, {fill})")
             mask = f", mask={ok}" if ok else ""
             self.lines.append(
                 f"tl.store({sink.name}_part + (pm * batches + batch) * {sink.cols} + {column}, {reduced}[None, :]{mask})"
@@ -381,20 +391,43 @@ class EpilogueWriter:
         first = f"j0 * {cols} // {self.segment.cols}"
         return f"{strips} * tl.maximum(tl.minimum({cols} - {first}, {width}), 0).to(tl.float32)"
 
-    def merge(self, sink_index: int, left: list[str], right: list[str], left_count: str, right_count: str) -> str:
-        """The statement that merges the partials of one more chunk into those so far."""
-        how = self.program.sinks[sink_index].how
+
+def merge_statements(writer: EpilogueWriter, suffix: str, number: int) -> list[str]:
+    """Merge the row partials of chunk `number` (names with `suffix`) into those of the chunks before it.
+
+    Uses `j0`, the first column of the tile.
+    """
+    lines = []
+    segment, chunk = writer.segment, writer.tile.chunk(writer.segment)
+    for index in segment.sinks:
+        sink = writer.program.sinks[index]
+        if not sink.by_row:
+            continue
+        left = [f"{sink.name}_{part}" for part in ROW_FIELDS[sink.how]]
+        right = [f"{name}{suffix}" for name in left]
         targets = ", ".join(left)
-        match how:
+        match sink.how:
             case "sum":
-                return f"{targets} = {left[0]} + {right[0]}"
+                lines.append(f"{targets} = {left[0]} + {right[0]}")
             case "max":
-                return f"{targets} = max_nan({left[0]}, {right[0]})"
+                lines.append(f"{targets} = max_nan({left[0]}, {right[0]})")
             case "lse":
-                return f"{targets} = merge_lse({left[0]}, {left[1]}, {right[0]}, {right[1]})"
+                lines.append(f"{targets} = merge_lse({', '.join(left + right)})")
             case _:
-                both = f"{left[0]}, {left[1]}, {left_count}, {right[0]}, {right[1]}, {right_count}"
-                return f"{targets} = merge_moments({both})"
+                cols, strips = sink.values[0].space.cols, len(sink.values)
+                width = chunk * cols // segment.cols
+                before, here = str(float(strips * width * number)), str(float(strips * width))
+                if segment.cols % writer.tile.strip(segment):
+                    # Columns before this chunk, and in it: both end at the last column.
+                    left_over = f"{cols} - j0 * {cols} // {segment.cols}"
+                    before = f"{strips} * tl.minimum({left_over}, {width * number}).to(tl.float32)"
+                    here = (
+                        f"{strips} * tl.maximum(tl.minimum({left_over} - {width * number}, {width}), 0).to(tl.float32)"
+                    )
+                lines.append(
+                    f"{targets} = merge_moments({left[0]}, {left[1]}, {before}, {right[0]}, {right[1]}, {here})"
+                )
+    return lines
 
 
 def _suffix(frame: Frame | None) -> str:
@@ -405,7 +438,7 @@ def _literal(value: float) -> str:
     return f'float("{value}")' if math.isinf(value) or math.isnan(value) else repr(value)
 
 
-def _cast(name: str, dtype: torch.dtype, back: bool) -> str:
+def cast_text(name: str, dtype: torch.dtype, back: bool) -> str:
     """The value rounded to dtype; `back`: as fp32 again."""
     if dtype == torch.int8:
         text = f"to_int8({name})"

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import torch
 
-from codetta.backends.triton_epilogue import PLACE, ROW_FIELDS, EpilogueWriter, parameters, wrapped
+from codetta.backends.triton_epilogue import (
+    PLACE,
+    ROW_FIELDS,
+    EpilogueWriter,
+    merge_statements,
+    parameters,
+    unspecialised,
+    wrapped,
+)
 from codetta.plan.tile import Tile
 from codetta.program import Program, Segment, Strip
 
@@ -42,12 +50,6 @@ def kernel_parameters(program: Program, tile: Tile) -> list[str]:
     if program.batched:
         names += ["rows_per_batch"] + [f"b{index}_batch" for index in range(len(program.products))]
     return [*names, *parameters(program)]
-
-
-# Parameters whose value must not lead to a kernel of its own: rows and everything counted in them.
-def unspecialised(names: list[str]) -> list[str]:
-    endings = ("_tiles", "_width", "_total", "_span")
-    return [name for name in names if name in ("M", "rows_per_sample", "rows_per_batch") or name.endswith(endings)]
 
 
 def _kernel(program: Program, tile: Tile, writers: list[EpilogueWriter], widen: bool) -> list[str]:
@@ -211,7 +213,7 @@ def _finish_tile(program: Program, writer: EpilogueWriter, tile: Tile, pn: str) 
         targets = ", ".join(f"{name}{suffix}" for name in results)
         lines += [f"{targets} = {writer.name}(" if results else f"{writer.name}(", *wrapped(arguments), ")"]
         if number:
-            lines += _merges(program, writer, suffix, number, width)
+            lines += merge_statements(writer, suffix, number)
     for index in segment.sinks:
         sink = program.sinks[index]
         if not sink.by_row:
@@ -220,28 +222,6 @@ def _finish_tile(program: Program, writer: EpilogueWriter, tile: Tile, pn: str) 
         for field, part in enumerate(ROW_FIELDS[sink.how]):
             start = f"({field * tiles} + {pn}).to(tl.int64) * M"
             lines.append(f"tl.store({sink.name}_part + {start} + row, {sink.name}_{part}[:, None], mask=row_ok)")
-    return lines
-
-
-def _merges(program: Program, writer: EpilogueWriter, suffix: str, number: int, width: int) -> list[str]:
-    lines = []
-    for index in writer.segment.sinks:
-        sink = program.sinks[index]
-        if not sink.by_row:
-            continue
-        left = [f"{sink.name}_{part}" for part in ROW_FIELDS[sink.how]]
-        right = [f"{name}{suffix}" for name in left]
-        cols, strips = sink.values[0].space.cols, len(sink.values)
-        chunk_cols = width * cols // writer.segment.cols
-        ragged = writer.segment.cols % (width * writer.tile.chunks) != 0
-        before = str(float(strips * chunk_cols * number))
-        here = writer.count(cols, strips)
-        if ragged:
-            # Columns before this chunk, and in it: both end at the last column.
-            start = f"j0 * {cols} // {writer.segment.cols}"
-            before = f"{strips} * tl.minimum({cols} - {start}, {chunk_cols * number}).to(tl.float32)"
-            here = f"{strips} * tl.maximum(tl.minimum({cols} - {start} - {chunk_cols * number}, {chunk_cols}), 0).to(tl.float32)"
-        lines.append(writer.merge(index, left, right, before, here))
     return lines
 
 

@@ -120,7 +120,7 @@ def uniform(seed, row, col):
     key = seed.to(tl.uint32)
     for _ in tl.static_range(7):
         product_low = low * 0xD256D193
-        low = tl.umulhi(low, tl.full(low.shape, 0xD256D193, tl.uint32)) ^ key ^ high
+        low = tl.umulhi(low, low * 0 + 0xD256D193) ^ key ^ high
         high = product_low
         key = key + 0x9E3779B9
     return (low >> 8).to(tl.float32) * (1.0 / 16777216.0)
@@ -128,10 +128,12 @@ def uniform(seed, row, col):
 
 @triton.jit
 def finish_sum(pointer, tiles, length, at, ok):
-    """The sum of a statistic's partials, in the order of the tiles."""
+    """The sum of a statistic's partials, in the order of the tiles; eight loads are in flight at once."""
     total = tl.load(pointer + at, mask=ok, other=0.0)
-    for tile in range(1, tiles):
-        total += tl.load(pointer + tile.to(tl.int64) * length + at, mask=ok, other=0.0)
+    for first in range(1, tiles, 8):
+        for step in tl.static_range(8):
+            tile = first + step
+            total += tl.load(pointer + tile.to(tl.int64) * length + at, mask=ok & (tile < tiles), other=0.0)
     return total
 
 
@@ -149,16 +151,23 @@ def finite_or_zero(x):
 
 
 @triton.jit
+def scaled_by_exp(part, apart):
+    """part · exp(apart); an empty part stays empty, whatever the exponent is."""
+    return tl.where(part > 0, part * tl.exp(apart), part)
+
+
+@triton.jit
 def finish_lse(pointer, tiles, length, at, ok):
     """log of the sum of exponentials from partials (max, sum of exp(x - max))."""
     top = finish_max(pointer, tiles, length, at, ok)
     shift = finite_or_zero(top)
     sums = pointer + tiles.to(tl.int64) * length
-    total = tl.zeros_like(top)
-    for tile in range(0, tiles):
+    first = tl.load(pointer + at, mask=ok, other=0.0)
+    total = scaled_by_exp(tl.load(sums + at, mask=ok, other=1.0), first - shift)
+    for tile in range(1, tiles):
         place = tile.to(tl.int64) * length + at
-        part = tl.load(sums + place, mask=ok, other=1.0)
-        total += tl.where(part > 0, part * tl.exp(tl.load(pointer + place, mask=ok, other=0.0) - shift), part)
+        top = tl.load(pointer + place, mask=ok, other=0.0)
+        total += scaled_by_exp(tl.load(sums + place, mask=ok, other=1.0), top - shift)
     return shift + tl.log(total)
 
 
@@ -176,8 +185,9 @@ def finish_var(pointer, tiles, length, at, ok, width, total):
     """Chan's merge of tile means and squared deviations."""
     mean = finish_mean(pointer, tiles, length, at, ok, width, total)
     deviations = pointer + tiles.to(tl.int64) * length
-    m2 = tl.zeros_like(mean)
-    for tile in range(0, tiles):
+    apart = tl.load(pointer + at, mask=ok, other=0.0) - mean
+    m2 = tl.load(deviations + at, mask=ok, other=0.0) + apart * apart * min(width, total)
+    for tile in range(1, tiles):
         count = min(width, total - tile * width)
         place = tile.to(tl.int64) * length + at
         apart = tl.load(pointer + place, mask=ok, other=0.0) - mean
@@ -190,10 +200,7 @@ def merge_lse(top1, sum1, top2, sum2):
     """Partials (max, sum of exp(x - max)) of two runs of columns as one."""
     top = max_nan(top1, top2)
     shift = finite_or_zero(top)
-    # An empty run has max -inf and sum 0; exp(-inf - shift) is 0 as it should be.
-    left = tl.where(sum1 > 0, sum1 * tl.exp(top1 - shift), sum1)
-    right = tl.where(sum2 > 0, sum2 * tl.exp(top2 - shift), sum2)
-    return top, left + right
+    return top, scaled_by_exp(sum1, top1 - shift) + scaled_by_exp(sum2, top2 - shift)
 
 
 @triton.jit

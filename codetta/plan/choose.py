@@ -11,6 +11,7 @@ from functools import lru_cache
 from codetta.errors import Reason
 from codetta.plan.target import Target
 from codetta.plan.tile import Tile, why_not
+from codetta.plan.traffic import specialised_tiles, why_not_specialised
 from codetta.program import Program
 
 # Buckets of M: within one, the same tile serves. Upper ends; above the last is one more bucket.
@@ -59,6 +60,12 @@ def candidates(
     """Legal tiles for a bucket of rows, best guess first, and why the others are not."""
     legal: list[Tile] = []
     refused: list[Reason] = []
+    if target is not None and target.warpgroups and aligned and not 0 < rows <= 64:
+        for tile in specialised_tiles(program, target):
+            reasons = why_not(program, tile) + why_not_specialised(program, tile)
+            refused += reasons
+            if not reasons:
+                legal.append(tile)
     for loop in loops(target, aligned):
         for m, n, k, stages, warps in _shapes(rows, target):
             for chunks in (2, 1) if n >= 128 and target is not None else (1,):

@@ -32,6 +32,9 @@ class Tile:
     group: int = 8
     chunks: int = 1
     loop: str = "pointer"  # pointer, descriptor (persistent, copy engine) or specialised (warp-specialised, Hopper)
+    load_slots: int = 0  # of the specialised loop: chunks of operand tiles in flight, per consumer
+    store_slots: int = 0  # and of output tiles that have no operand's place to take
+    stagger: int = 1  # K steps by which its second consumer runs behind the first
 
     def strip(self, segment: Segment) -> int:
         """Columns of one strip in the tile; a power of two, so three strips take the room of four."""
