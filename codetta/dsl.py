@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import torch
 
@@ -74,6 +75,8 @@ class Value:
 
     def __pow__(self, power: float) -> Value:
         """Whole powers by multiplication, 0.5 and -0.5 by roots; others have no exact meaning on every target."""
+        if not isinstance(power, int | float):
+            raise TraceError(f"power {power!r}: a power is a plain number; write others with exp and log")
         if power == 0.5:
             return sqrt(self)
         if power == -0.5:
@@ -127,6 +130,31 @@ class Value:
     def __iter__(self) -> NoReturn:
         raise TraceError("a value cannot be iterated or unpacked: use codetta.halves, pairs or parts")
 
+    def __len__(self) -> NoReturn:
+        raise TraceError(
+            "a value has no length while tracing: use its cols for the number of columns, codetta.parts to split"
+        )
+
+    def __matmul__(self, other: object) -> NoReturn:
+        raise TraceError(
+            "an epilogue cannot multiply matrices: make it a second codetta program that reads this one's output"
+        )
+
+    __rmatmul__ = __matmul__
+
+    def __mod__(self, other: object) -> NoReturn:
+        raise TraceError("a value has no remainder: write x - codetta.floor(x / y) * y")
+
+    __rmod__ = __floordiv__ = __rfloordiv__ = __mod__
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Names with underscores are questions that Python and its tools ask of any object.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise TraceError(f"a traced value has no {name}: it is no tensor yet; use the functions of codetta")
+
+    __array_ufunc__ = None  # numpy's numbers leave the operation to us
+
     def __getitem__(self, key: object) -> NoReturn:
         raise TraceError(
             "a value cannot be indexed: use codetta.halves, pairs or parts for columns, a Table operand for look-ups"
@@ -142,7 +170,10 @@ class Value:
             raise TraceError(
                 f"torch.{name} has no meaning on a traced value: use the functions of codetta ({', '.join(sorted(_TORCH_NAMES))})"
             )
-        return mine(*args, **(kwargs or {}))
+        given = dict(kwargs or {})
+        if given.pop("inplace", False):
+            raise TraceError(f"torch.{name} cannot work in place on a traced value: leave inplace away")
+        return mine(*args, **given)
 
 
 @dataclass(frozen=True)
@@ -159,9 +190,23 @@ Numeric = Value | float | int
 # ---- kinds of operands -------------------------------------------------------------------------------------------
 
 
+# To a type checker, a parameter annotated with a kind is the value that the function computes with.
+if TYPE_CHECKING:
+
+    class _Annotation(Value):
+        def __init__(self) -> None: ...
+
+else:
+    _Annotation = object
+
+
 @dataclass(frozen=True)
-class Kind:
-    """What an operand is to the product; used as an annotation, as a class or with arguments."""
+class Kind(_Annotation):
+    """What an operand is to the product; used as an annotation, as a class or with arguments.
+
+    `Row | None` and `Scalar | float` mean the kind in them; `Annotated[Value, Table("repeat")]` is the spelling of a kind
+    with arguments that type checkers accept.
+    """
 
 
 @dataclass(frozen=True)
@@ -214,15 +259,40 @@ class Group(Kind):
 
 def _apply(op: str, *args: Any, **attrs: Any) -> Value:
     nodes = [_lift(arg).node for arg in args]
+    if OPS[op].result != "bool" and OPS[op].shape not in ("part", "join", "spread"):
+        # Truth counts as 1 and 0 in arithmetic, on every backend; only where takes it as it is.
+        nodes = [_as_number(each) if index or op != "where" else each for index, each in enumerate(nodes)]
     cols = max((each.space.cols for each in nodes), default=0)
-    return Value(node(op, *(_repeated(each, cols) for each in nodes), **attrs))
+    nodes = [_repeated(each, cols) for each in nodes]
+    if OPS[op].shape == "elementwise":
+        _check_columns(op, nodes)
+    return Value(node(op, *nodes, **attrs))
+
+
+def _as_number(value: Node) -> Node:
+    if value.dtype != "bool":
+        return value
+    return node("where", value, _lift(1.0).node, _lift(0.0).node)
+
+
+def _check_columns(op: str, nodes: list[Node]) -> None:
+    """An operand whose columns do not fit is the caller's mistake, and named; other mismatches are the function's."""
+    with_cols = [each for each in nodes if each.space.cols]
+    for each in with_cols:
+        other = next((value for value in with_cols if value.space.cols != each.space.cols), None)
+        if other is not None and each.op in ("load", "load_int"):
+            raise ArgumentError(
+                each.attr("name"),
+                f"has {each.space.cols} columns, but meets {formula(other)}, which has {other.space.cols} ({op})",
+                f"pass a tensor whose last dimension is {other.space.cols}, or take the value apart as the operand is",
+            )
 
 
 def _repeated(value: Node, cols: int) -> Node:
     """A value made of tables alone, repeated over `cols` columns; any other value as it is."""
     if not value.space.cols or value.space.cols == cols or cols % value.space.cols:
         return value
-    if value.op == "load" and value.attr("period"):
+    if value.op in ("load", "load_int") and value.attr("period"):
         return node(value.op, space=Space(value.space.rows, cols), **dict(value.attrs))
     if OPS[value.op].shape == "elementwise":
         return rebuilt(value, tuple(_repeated(arg, cols) for arg in value.args))
@@ -237,7 +307,7 @@ def _lift(value: object) -> Value:
                 "and read it in the next program (or use group_sum / group_max within the tile)"
             )
         return value
-    if isinstance(value, bool | int | float):
+    if isinstance(value, numbers.Real):
         return Value(node("const", space=Space(), value=float(value)))
     if isinstance(value, torch.Tensor):
         raise TraceError(
@@ -348,6 +418,8 @@ def col_index(cols: int) -> Value:
 
 def parts(x: Value, count: int, block: int | None = None) -> tuple[Value, ...]:
     """Each block of `block` columns (default: all of them) taken apart into `count` equal parts."""
+    if count < 1:
+        raise TraceError(f"a value cannot be taken apart into {count} parts")
     block = block or x.cols
     return tuple(_apply("part", x, frame=Frame(index, count, block)) for index in range(count))
 
@@ -424,11 +496,15 @@ def quantize(x: Value, dtype: torch.dtype, cols: int, rows: int = 1) -> tuple[Va
 _TORCH_NAMES: dict[str, Callable[..., Value]] = {
     "exp": exp, "log": log, "sqrt": sqrt, "rsqrt": rsqrt, "tanh": tanh, "sigmoid": sigmoid, "erf": erf, "relu": relu,
     "silu": silu, "gelu": gelu, "maximum": maximum, "minimum": minimum, "clamp": clamp, "where": where, "abs": abs,
-    "round": round, "floor": floor, "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y,
+    "round": round, "floor": floor, "add": lambda x, y: _apply("add", x, y), "sub": lambda x, y: _apply("sub", x, y),
+    "mul": lambda x, y: _apply("mul", x, y), "div": lambda x, y: _apply("div", x, y),
 }  # fmt: skip
 
 
 # ---- stores ------------------------------------------------------------------------------------------------------
+
+
+STORED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *QUANTISED)
 
 
 @dataclass(frozen=True)
@@ -464,7 +540,11 @@ def store(
         raise TraceError(
             "a layout by heads needs head=, the number of columns of one head, and only such a layout has one"
         )
-    if rows is not None and (rows.node.op != "load_int" or rows.node.space != Space(1, 0)):
+    if dtype is not None and dtype not in STORED:
+        raise TraceError(f"dtype {dtype} cannot be stored: use {', '.join(str(each) for each in STORED)}")
+    if rows is not None and (
+        not isinstance(rows, Value) or rows.node.op != "load_int" or rows.node.space != Space(1, 0)
+    ):
         raise TraceError("store's rows is an integer Col operand of the epilogue")
     return Stored(value, dtype, layout, head, rows, accumulate)
 
@@ -550,6 +630,10 @@ def _stored(name: str, item: Value | Stored, a_dtype: torch.dtype, declared: dic
     if stored.accumulate:
         if stored.layout != "rows" or stored.rows is not None or not is_tile:
             raise TraceError(f"output {name!r}: only a whole tile in rows can be accumulated")
+        if name in declared:
+            raise TraceError(
+                f"output {name!r} is added to, but is also the name of an operand: name one of them otherwise"
+            )
         operand = declared[name] = Operand(name, dtype, "each", value.space.cols)
         value = node("add", load_node(operand, operand.cols), value)
     row_index = stored.rows.node.attr("name") if stored.rows is not None else None
@@ -588,11 +672,18 @@ def annotated_kinds(fn: Callable[..., Any]) -> dict[str, Kind | None]:
     for key, parameter in inspect.signature(fn).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise TraceError(f"{fn.__name__}: *{key} has no kind; name each operand")
-        annotation = annotations.get(key)
-        if isinstance(annotation, type) and issubclass(annotation, Kind):
-            annotation = annotation()
-        kinds[key] = annotation if isinstance(annotation, Kind) else None
+        kinds[key] = _kind_in(annotations.get(key))
     return kinds
+
+
+def _kind_in(annotation: object) -> Kind | None:
+    """The kind that an annotation is, or the only one in a union or in Annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, Kind):
+        return annotation()
+    if isinstance(annotation, Kind):
+        return annotation
+    found = [kind for kind in map(_kind_in, get_args(annotation)) if kind is not None]
+    return found[0] if len(found) == 1 else None
 
 
 def infer_kind(name: str, shape: tuple[int, ...], rows: int, cols: set[int]) -> Kind:

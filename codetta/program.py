@@ -289,7 +289,12 @@ def _segments(program: Program) -> list[Segment]:
         mine = [r for r, group in zip(roots, needed, strict=True) if (find(group[0]) is head if group else number == 0)]
         nodes = tuple(topological([value for *_, values in mine for value in values]))
         widths = {leaf.space.cols for leaf in nodes if leaf.op == "acc"}
-        assert len(widths) == 1, widths
+        if len(widths) > 1:
+            listed = " and ".join(str(width) for width in sorted(widths))
+            raise TraceError(
+                f"products with {listed} columns meet in one output: only products with the same number of columns can, "
+                "or values that are taken apart alike"
+            )
         result.append(
             Segment(
                 members,

@@ -109,7 +109,7 @@ class GluonWriter(EpilogueWriter):
         for store, piece in self.moved_stores():
             value = store.pieces[piece].value
             name = self._full(value, self.named[id(value)])
-            outputs.append(self._say(f"{store.name}_{piece}", cast_text(name, store.dtype, back=False)))
+            outputs.append(self._say(f"out_{store.name}_{piece}", cast_text(name, store.dtype, back=False)))
         outputs += [self._full(value, self.named[id(value)]) for value in self.sink_values()]
         return self._wrap(
             f"chunk_{self.number}", [*self.chunk_inputs(), *PLACE], [f"return {', '.join(outputs)}"] if outputs else []
@@ -261,8 +261,8 @@ class GluonWriter(EpilogueWriter):
             column = self._column(node.space.cols, node.attr("frame"))
             ok = self._column_ok(node.space.cols)
             mask = f", mask={ok}, other=0" if ok else ""
-            first = f"(m0 // {operand.name}_span) * {operand.name}_stride"
-            return f"tl.load({operand.name}_ptr + {first} + {column}{mask}).to(tl.float32)"
+            first = f"(m0 // in_{operand.name}_span) * in_{operand.name}_stride"
+            return f"tl.load(in_{operand.name}_ptr + {first} + {column}{mask}).to(tl.float32)"
         return super()._load(node)
 
     def _row_sink(self, name: str, how: str, values: list[str], cols: int, ok: str | None) -> None:

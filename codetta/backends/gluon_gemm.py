@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from codetta.backends.gluon_epilogue import GluonWriter, segment_writers
-from codetta.backends.triton_epilogue import PLACE, ROW_FIELDS, merge_statements, parameters, unspecialised
+from codetta.backends.triton_epilogue import PLACE, ROW_FIELDS, merge_statements, parameters, sink_name, unspecialised
 from codetta.plan.tile import Tile
 from codetta.plan.traffic import CONSUMERS, Move, traffic
 from codetta.program import Program, Strip
@@ -48,6 +48,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from codetta.backends.triton_lib import *
+from codetta.backends.gluon_lib import *
 '''
 
 TYPES = {torch.bfloat16: "gl.bfloat16", torch.float16: "gl.float16", torch.float32: "gl.float32"}
@@ -234,7 +235,7 @@ class _Kernel:
             case "rows":
                 return f"[m, {column}]"
             case "repeat":
-                return f"[m % {move.tensor}_span, {column}]"
+                return f"[m % in_{move.tensor}_span, {column}]"
             case _:
                 heads = move.cols // move.head
                 row = f"((m // rows_per_sample) * {heads} + {column} // {move.head}) * rows_per_sample + m % rows_per_sample"
@@ -415,7 +416,7 @@ class _Kernel:
                     w(f"{move.name}_raw = xs{slot_index}.index(x_slot).load(L{width})")
                 column = self.column(g, chunk * self.chunk)
                 here = dict(zip(PLACE, ["m", "row", "row_ok", column, f"pm * {CONSUMERS} + W", "1", "0"], strict=True))
-                outputs = [f"{store.name}_{piece}" for store, piece in writer.moved_stores()]
+                outputs = [f"out_{store.name}_{piece}" for store, piece in writer.moved_stores()]
                 sunk = [f"s{index}" for index in range(len(writer.sink_values()))]
                 call = f"chunk_{g}({', '.join([*inputs, *hoisted, *vectors, *here.values()])}, {rest})"
                 w(f"{', '.join(outputs + sunk)} = {call}" if outputs + sunk else call)
@@ -433,7 +434,9 @@ class _Kernel:
                 sink = program.sinks[index]
                 for field, part in enumerate(ROW_FIELDS[sink.how] if sink.by_row else ()):
                     start = f"({field * tiles} + pn - {self.first_tile(g)}).to(tl.int64) * M"
-                    w(f"tl.store({sink.name}_part + {start} + row, gl.expand_dims({sink.name}_{part}, 1), mask=row_ok)")
+                    w(
+                        f"tl.store({sink_name(sink)}_part + {start} + row, gl.expand_dims({sink_name(sink)}_{part}, 1), mask=row_ok)"
+                    )
 
     def hand_over(self, g: int, chunk: int, outputs: list[str]) -> None:
         """Write a chunk's outputs into their slots and tell the io warp."""

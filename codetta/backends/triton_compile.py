@@ -13,7 +13,7 @@ import torch
 
 from codetta.backends import gluon_gemm, triton_gemm
 from codetta.backends.triton import load
-from codetta.backends.triton_epilogue import unspecialised
+from codetta.backends.triton_epilogue import sink_name, unspecialised
 from codetta.plan.target import Target
 from codetta.plan.tile import Tile
 from codetta.program import Program
@@ -119,11 +119,11 @@ def _signature(
                 block = (width, tile.depth) if nk else (tile.depth, width)
                 types[f"b{strip.product}"] = f"tensordesc<{element}[{block[0]},{block[1]}]>"
     for operand in program.operands:
-        types[f"{operand.name}_ptr"] = f"*{SHORT[operand.dtype]}"
+        types[f"in_{operand.name}_ptr"] = f"*{SHORT[operand.dtype]}"
     for store in program.stores:
-        types[f"{store.name}_out"] = f"*{SHORT[store.dtype]}"
+        types[f"out_{store.name}_ptr"] = f"*{SHORT[store.dtype]}"
     for sink in program.sinks:
-        types[f"{sink.name}_part"] = "*fp32"
+        types[f"{sink_name(sink)}_part"] = "*fp32"
     skipped = unspecialised(names)
     aligned = {
         (index,): [["tt.divisibility", 16]]

@@ -15,7 +15,7 @@ import torch
 from codetta.ir.graph import Frame, Node
 from codetta.ir.op import QUANTISED
 from codetta.plan.tile import Tile
-from codetta.program import Operand, Program, Segment, Store
+from codetta.program import Operand, Program, Segment, Sink, Store
 
 DTYPES = {
     torch.float32: "tl.float32", torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.int8: "tl.int8",
@@ -39,16 +39,21 @@ PLACE = ["m0", "row", "row_ok", "j0", "pm", "batches", "batch"]
 ROW_FIELDS = {"sum": ("sum",), "max": ("max",), "lse": ("top", "sum"), "moments": ("mean", "m2")}
 
 
+# Names from the user's function are prefixed, so that none can meet a name of the kernel's own.
+def sink_name(sink: Sink) -> str:
+    return f"all_{sink.name}"
+
+
 def parameters(program: Program) -> list[str]:
     """Kernel parameters for everything but A and B, in the order in which the launcher passes them."""
     names = ["M", "rows_per_sample"]
     for operand in program.operands:
-        names.append(f"{operand.name}_ptr")
-        names += [f"{operand.name}_{what}" for what in operand_integers(operand)]
+        names.append(f"in_{operand.name}_ptr")
+        names += [f"in_{operand.name}_{what}" for what in operand_integers(operand)]
     for store in program.stores:
-        names.append(f"{store.name}_out")
-        names += [f"{store.name}_out_{what}" for what in store_integers(store)]
-    names += [f"{sink.name}_part" for sink in program.sinks]
+        names.append(f"out_{store.name}_ptr")
+        names += [f"out_{store.name}_{what}" for what in store_integers(store)]
+    names += [f"{sink_name(sink)}_part" for sink in program.sinks]
     return names
 
 
@@ -110,7 +115,7 @@ class EpilogueWriter:
     def results(self) -> list[str]:
         """Row partials that the function returns, field by field."""
         return [
-            f"{sink.name}_{part}"
+            f"{sink_name(sink)}_{part}"
             for sink in (self.program.sinks[index] for index in self.segment.sinks)
             if sink.by_row
             for part in ROW_FIELDS[sink.how]
@@ -145,7 +150,7 @@ class EpilogueWriter:
 
     def _name_of(self, node: Node) -> str:
         field_name = node.attr("field")
-        return f"{node.attr('name')}" + (f"_{field_name}" if field_name else "") + _suffix(node.attr("frame"))
+        return f"in_{node.attr('name')}" + (f"_{field_name}" if field_name else "") + _suffix(node.attr("frame"))
 
     def _node(self, node: Node) -> None:
         args = [self._argument(arg, node) for arg in node.args]
@@ -271,7 +276,7 @@ class EpilogueWriter:
 
     def _load(self, node: Node) -> str:
         operand = self.program.operand(node.attr("name"))
-        name, kind = operand.name, "" if node.op == "load_int" else ".to(tl.float32)"
+        name, kind = f"in_{operand.name}", "" if node.op == "load_int" else ".to(tl.float32)"
         if operand.stat:
             return self._finish(node, operand)
         if operand.rows == "none" and not operand.cols:
@@ -297,13 +302,13 @@ class EpilogueWriter:
             case "repeat":
                 row = f"({row} % {name}_span)"
             case "index":
-                row = f"tl.load({operand.row_index}_ptr + {row}, mask={row_ok}, other=0)"
+                row = f"tl.load(in_{operand.row_index}_ptr + {row}, mask={row_ok}, other=0)"
         return f"tl.load({name}_ptr + {row}.to(tl.int64) * {name}_stride + {column}, mask={mask}, other=0){kind}"
 
     def _finish(self, node: Node, operand: Operand) -> str:
-        place = f"{operand.name}_ptr, {operand.name}_tiles, M, row, row_ok"
+        place = f"in_{operand.name}_ptr, in_{operand.name}_tiles, M, row, row_ok"
         if operand.stat == "moments":
-            return f"finish_{node.attr('field')}({place}, {operand.name}_width, {operand.name}_total)"
+            return f"finish_{node.attr('field')}({place}, in_{operand.name}_width, in_{operand.name}_total)"
         return f"finish_{operand.stat}({place})"
 
     def _head_address(self, base: str, prefix: str, row: str, column: str, head: int, within: str | None = None) -> str:
@@ -316,7 +321,7 @@ class EpilogueWriter:
     def _store(self, store: Store, piece_index: int) -> None:
         piece = store.pieces[piece_index]
         value = piece.value
-        base, prefix = f"{store.name}_out", f"{store.name}_out_"
+        base, prefix = f"out_{store.name}_ptr", f"out_{store.name}_"
         row, row_ok = self._row(store.group, value.space.cols)
         stored = cast_text(self.named[id(value)], store.dtype, back=False)
         if value.op == "const":
@@ -329,8 +334,8 @@ class EpilogueWriter:
         mask = f"{row_ok} & {column_ok}" if column_ok else row_ok
         within = None
         if store.row_index:
-            within = f"{store.name}_to"
-            self._say(within, f"tl.load({store.row_index}_ptr + {row}, mask={row_ok}, other=-1)")
+            within = f"out_{store.name}_row"
+            self._say(within, f"tl.load(in_{store.row_index}_ptr + {row}, mask={row_ok}, other=-1)")
             mask = f"{mask} & ({within} >= 0)"
         if store.layout == "rows":
             address = f"{base} + {within or row}.to(tl.int64) * {prefix}stride + {column}"
@@ -347,8 +352,8 @@ class EpilogueWriter:
         if sink.by_row:
             fill = "0.0" if sink.how in ("sum", "moments") else 'float("-inf")'
             masked = [f"tl.where({ok}, {value}, {fill})" if ok else value for value in values]
-            names = [self._say(f"{sink.name}_x{i}", text) for i, text in enumerate(masked)]
-            self._row_sink(sink.name, sink.how, names, cols, ok)
+            names = [self._say(f"{sink_name(sink)}_x{i}", text) for i, text in enumerate(masked)]
+            self._row_sink(sink_name(sink), sink.how, names, cols, ok)
             return
         for value, node, frame in zip(values, sink.values, sink.frames, strict=True):
             column = self._column(node.space.cols, frame)
@@ -358,7 +363,7 @@ class EpilogueWriter:
             reduced = reduce.format(f"tl.where({self._row(1, node.space.cols)[1]}, {value}, {fill})")
             mask = f", mask={ok}" if ok else ""
             self.lines.append(
-                f"tl.store({sink.name}_part + (pm * batches + batch) * {sink.cols} + {column}, {reduced}[None, :]{mask})"
+                f"tl.store({sink_name(sink)}_part + (pm * batches + batch) * {sink.cols} + {column}, {reduced}[None, :]{mask})"
             )
 
     def _row_sink(self, name: str, how: str, values: list[str], cols: int, ok: str | None) -> None:
@@ -403,7 +408,7 @@ def merge_statements(writer: EpilogueWriter, suffix: str, number: int) -> list[s
         sink = writer.program.sinks[index]
         if not sink.by_row:
             continue
-        left = [f"{sink.name}_{part}" for part in ROW_FIELDS[sink.how]]
+        left = [f"{sink_name(sink)}_{part}" for part in ROW_FIELDS[sink.how]]
         right = [f"{name}{suffix}" for name in left]
         targets = ", ".join(left)
         match sink.how:

@@ -15,6 +15,7 @@ from codetta.backends.triton_epilogue import (
     EpilogueWriter,
     merge_statements,
     parameters,
+    sink_name,
     unspecialised,
     wrapped,
 )
@@ -221,7 +222,9 @@ def _finish_tile(program: Program, writer: EpilogueWriter, tile: Tile, pn: str) 
         tiles = tile.column_tiles(segment)
         for field, part in enumerate(ROW_FIELDS[sink.how]):
             start = f"({field * tiles} + {pn}).to(tl.int64) * M"
-            lines.append(f"tl.store({sink.name}_part + {start} + row, {sink.name}_{part}[:, None], mask=row_ok)")
+            lines.append(
+                f"tl.store({sink_name(sink)}_part + {start} + row, {sink_name(sink)}_{part}[:, None], mask=row_ok)"
+            )
     return lines
 
 

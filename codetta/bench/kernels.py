@@ -101,7 +101,9 @@ def _rotated(z: Tensor, cos: Tensor, sin: Tensor, samples: int, head: int) -> Te
 
 
 def eager_rope(samples: int, head: int) -> Callable[..., tuple[Tensor, ...]]:
-    def eager(a: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor, sumsq: Tensor) -> tuple[Tensor, ...]:
+    def eager(
+        a: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor, sumsq: Tensor
+    ) -> tuple[Tensor, ...]:
         r = rms(sumsq, a.shape[1]).to(a.dtype)
         q, k, v = (a @ wq.T) * r, (a @ wk.T) * r, (a @ wv.T) * r
         heads = v.view(samples, -1, v.shape[1] // head, head).transpose(1, 2).contiguous()
@@ -147,7 +149,9 @@ def eager_gelu_backward(a: Tensor, w: Tensor, z: Tensor) -> tuple[Tensor, ...]:
     return dz, dz.sum(0)
 
 
-def eager_norm_backward(a: Tensor, w: Tensor, x: Tensor, sumsq: Tensor, s: Tensor, g: Tensor, dx: Tensor) -> tuple[Tensor, ...]:
+def eager_norm_backward(
+    a: Tensor, w: Tensor, x: Tensor, sumsq: Tensor, s: Tensor, g: Tensor, dx: Tensor
+) -> tuple[Tensor, ...]:
     r = rms(sumsq, w.shape[0])
     return ((a @ w.T) * g - (r * r * (s / w.shape[0])[:, None]).to(a.dtype) * x + dx,)
 
@@ -159,12 +163,24 @@ def eager_weight_gradient(a: Tensor, w: Tensor, g: Tensor, weight: Tensor) -> tu
 
 def eager_cross_entropy_backward(a: Tensor, w: Tensor, lse: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     logits = a @ w.T
-    p = torch.exp(logits - lse[:, None].to(logits.dtype)) if a.dtype == torch.float64 else torch.exp(logits.float() - lse[:, None])
+    p = (
+        torch.exp(logits - lse[:, None].to(logits.dtype))
+        if a.dtype == torch.float64
+        else torch.exp(logits.float() - lse[:, None])
+    )
     p = p.scatter_add(1, target[:, None], -torch.ones_like(lse, dtype=p.dtype)[:, None])
     return (p.to(a.dtype),)
 
 
-def cases(d: int, f: int, rows: int, device: torch.device, dtype: torch.dtype, vocabulary: int = 0, names: set[str] | None = None) -> list[Case]:
+def cases(
+    d: int,
+    f: int,
+    rows: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    vocabulary: int = 0,
+    names: set[str] | None = None,
+) -> list[Case]:
     """The library's programs at the sizes of one model; built one at a time by name, since tensors are large."""
     make = Maker(device, dtype)
     samples, head = (4 if rows % 256 == 0 else 1), 128 if d >= 1024 else 64

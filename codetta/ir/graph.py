@@ -81,7 +81,8 @@ def node(op: str, *args: Node, space: Space | None = None, **attrs: Any) -> Node
     pairs = tuple(sorted((key, value) for key, value in attrs.items() if value is not None))
     if space is None:
         space = _infer(op, args, dict(pairs))
-    key = (op, tuple(id(arg) for arg in args), pairs, space)
+    # repr: 0.0 equals -0.0, but is another constant.
+    key = (op, tuple(id(arg) for arg in args), tuple((k, repr(v) if k == "value" else v) for k, v in pairs), space)
     found = _interned.get(key)
     if found is None:
         dtype = spec.result if spec.result != "same" else _joined_dtype(args)
@@ -170,13 +171,17 @@ def _infer(op: str, args: tuple[Node, ...], attrs: dict[str, Any]) -> Space:
             return Space(source.rows, source.cols * len(args))
         case "group":
             source, rows, cols = args[0].space, attrs["rows"], attrs["cols"]
-            if not source.cols or source.cols % cols:
+            if rows < 1 or cols < 1 or not source.cols or source.cols % cols:
                 raise TraceError(f"{source.cols} columns cannot be grouped by {cols}")
             if rows > 1 and source.rows != 1:
                 raise TraceError(f"rows can be grouped by {rows} only where there is one value per row")
             return Space(source.rows * rows, source.cols // cols)
         case "spread":
             source, rows, cols = args[0].space, attrs["rows"], attrs["cols"]
+            if rows < 1 or cols < 1 or not source.cols:
+                raise TraceError(
+                    f"{source.cols} columns cannot be spread by {cols}: a value without columns needs no spread"
+                )
             if rows > 1 and source.rows != rows:
                 raise TraceError(f"one value per {source.rows} rows cannot be spread over {rows}")
             return Space(source.rows // rows, source.cols * cols)

@@ -46,7 +46,7 @@ def load_move(node: Node, operand: Operand, segment: Segment, chunk: int) -> Mov
     frame, width = node.attr("frame"), chunk * node.space.cols // segment.cols
     if width < 16 or (frame and frame.run != node.space.cols):
         return None
-    name = node.attr("name") + (f"_{frame.index}of{frame.count}" if frame else "")
+    name = f"in_{node.attr('name')}" + (f"_{frame.index}of{frame.count}" if frame else "")
     move = Move(name, operand.name, operand.dtype, node.space.cols, frame)
     if operand.period:
         if operand.rows not in ("each", "repeat") or operand.period % width or operand.layout != "rows":
@@ -69,7 +69,7 @@ def store_move(store: Store, piece: int, segment: Segment, chunk: int) -> Move |
         return None
     if frame and frame.run != value.space.cols:
         return None
-    move = Move(f"{store.name}_{piece}", store.name, store.dtype, value.space.cols, frame)
+    move = Move(f"out_{store.name}_{piece}", store.name, store.dtype, value.space.cols, frame)
     if store.layout == "bhtd":
         whole = store.head % width == 0 and segment.cols % chunk == 0 and not frame
         return replace(move, place="bhtd", head=store.head) if whole else None

@@ -161,9 +161,9 @@ def bind_output(store: Store, given: Tensor | None, rows: int, samples: int, dev
         raise ArgumentError(
             name, "its columns are not adjacent in memory", "pass a tensor whose last dimension has stride 1"
         )
-    if any(size > 1 and stride == 0 for size, stride in zip(given.shape, given.stride(), strict=True)):
+    if _shares_places(given):
         raise ArgumentError(
-            name, "is expanded: several elements share one place in memory", "pass a tensor of its own, x.clone()"
+            name, "several of its elements share one place in memory", "pass a tensor of its own, x.clone()"
         )
     return flat
 
@@ -189,18 +189,43 @@ def check_overlap(program: Program, binding: Binding) -> None:
 def _same_tile(program: Program, store_name: str, output: Tensor, key: str, value: Tensor) -> bool:
     operand = program.operand(key)
     store = next(each for each in program.stores if each.name == store_name)
+    if store.accumulate and key == store_name:
+        return True  # each element is read where it is written, and nowhere else
+    readers = [s for s in program.segments if any(n.attr("name") == key for n in s.nodes if n.op.startswith("load"))]
     return (
         operand.rows == "each" and not operand.period and (operand.layout, operand.head) == (store.layout, store.head)
         and store.row_index is None and output.data_ptr() == value.data_ptr() and output.stride() == value.stride()
         and output.dtype == value.dtype and len({piece.frame for piece in store.pieces}) == 1
+        and len(readers) == 1  # another segment's tiles may be computed later
     )  # fmt: skip
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
     if not x.numel() or not y.numel():
         return False
+    if x.is_meta or y.is_meta:
+        return False  # no memory to share
     (x0, x1), (y0, y1) = _extent(x), _extent(y)
-    return x0 < y1 and y0 < x1
+    return x0 < y1 and y0 < x1 and not _side_by_side(x, y)
+
+
+def _side_by_side(x: Tensor, y: Tensor) -> bool:
+    """Whether these are disjoint ranges of columns of one matrix: their rows interleave, their elements do not meet."""
+    if not (x.dim() == y.dim() == 2 and x.stride() == y.stride() and x.stride(1) == 1 and x.dtype == y.dtype):
+        return False
+    step = x.stride(0)
+    apart = (y.data_ptr() - x.data_ptr()) // x.element_size() % max(step, 1)
+    return x.shape[1] <= apart and apart + y.shape[1] <= step
+
+
+def _shares_places(x: Tensor) -> bool:
+    """Whether elements of x may lie on one another: some stride is shorter than what the smaller ones reach."""
+    reach = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return x.numel() > 1
+        reach += (size - 1) * stride
+    return False
 
 
 def _extent(x: Tensor) -> tuple[int, int]:

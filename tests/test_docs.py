@@ -1,0 +1,26 @@
+"""Documentation is executed: every python block of a page, in order, in one namespace."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_runs(page: Path) -> None:
+    text = page.read_text()
+    namespace: dict[str, object] = {"__name__": page.stem}
+    for block in BLOCK.finditer(text):
+        line = text[: block.start(1)].count("\n")
+        # Empty lines in front, so that a traceback has the page's own line numbers.
+        exec(compile("\n" * line + block.group(1), str(page), "exec"), namespace)
+
+
+def test_there_is_something_to_run() -> None:
+    assert sum(len(BLOCK.findall(page.read_text())) for page in PAGES) > 15

@@ -1,0 +1,140 @@
+"""Imports point one way, importing needs nothing but torch, and no file knows where it was written."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "codetta"
+
+# From the bottom up: a module may import from its own layer and from earlier ones in this list, never from a later one.
+LAYERS: list[tuple[str, list[str]]] = [
+    ("errors", ["codetta.errors"]),
+    ("ir", ["codetta.ir"]),
+    ("rewrite", ["codetta.rewrite"]),
+    ("program", ["codetta.program"]),
+    # What a call's tensors are: data that backends are handed, so below them.
+    ("tensors", ["codetta.stat", "codetta.runtime.bind"]),
+    ("language", ["codetta.dsl"]),
+    ("plan", ["codetta.plan"]),
+    ("cache", ["codetta.runtime.cache"]),
+    ("backends", ["codetta.backends"]),
+    ("compiler", ["codetta.compiler"]),
+    ("call", ["codetta.call"]),
+    ("library", ["codetta.library", "codetta.fused"]),
+    ("runtime", ["codetta.runtime"]),
+    ("integrations", ["codetta.integrations", "codetta.capture", "codetta.partition"]),
+    ("package", ["codetta"]),  # its __init__ names what users see; so do explain and bench
+    ("cli", ["codetta.cli", "codetta.__main__"]),
+]
+# The language describes programs and knows no tile, device or tensor of a call, though it comes after some of them.
+FORBIDDEN = {"codetta.dsl": ("codetta.plan", "codetta.backends", "codetta.runtime", "codetta.stat")}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def layer(module: str) -> int:
+    """The layer with the longest name that fits: codetta.runtime.bind before codetta.runtime."""
+    fitting = [
+        (len(prefix), index)
+        for index, (_, prefixes) in enumerate(LAYERS)
+        for prefix in prefixes
+        if module == prefix or module.startswith(prefix + ".")
+    ]
+    return max(fitting)[1]
+
+
+def imported(path: Path) -> set[str]:
+    """Every codetta module that a file imports, wherever in the file; names are resolved to modules."""
+    found = set()
+    for statement in ast.walk(ast.parse(path.read_text())):
+        if isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom):
+            assert not statement.level, f"{path}: relative import"
+            for alias in statement.names:
+                inner = f"{statement.module}.{alias.name}"
+                found.add(inner if inner in MODULES else statement.module or "")
+    return {name for name in found if name.split(".")[0] == "codetta"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module: str) -> None:
+    mine = layer(module)
+    for other in imported(MODULES[module]):
+        if other not in MODULES:
+            continue  # imported where it is used, for a part that is not there
+        assert layer(other) <= mine, (
+            f"{module} ({LAYERS[mine][0]}) imports {other} ({LAYERS[layer(other)][0]}), which is built on top of it"
+        )
+        for forbidden in FORBIDDEN.get(module, ()):
+            assert not (other + ".").startswith(forbidden + "."), f"{module} must not know {other}"
+
+
+def run_python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_needs_only_torch() -> None:
+    """Whatever torch itself imports does not count; with torch's own imports gone, these must not be there."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+import codetta
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+print(sorted(new & {"triton", "islpy", "rich", "typer", "transformers", "setuptools"}))
+"""
+    assert run_python(code, CUDA_VISIBLE_DEVICES="").strip() == "[]"
+
+
+def test_import_with_everything_else_missing() -> None:
+    code = """
+import sys
+for name in ("islpy", "rich", "typer"):
+    sys.modules[name] = None
+import codetta, torch
+y = codetta.epilogue(lambda acc: codetta.relu(acc))(torch.ones(2, 3), torch.ones(4, 3), backend="reference")
+print(y.sum().item())
+"""
+    assert run_python(code, CUDA_VISIBLE_DEVICES="", PATH="/nonexistent").strip() == "24.0"
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode or not listed.stdout:
+        pytest.skip("no git repository here")
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def test_no_file_knows_where_it_was_written() -> None:
+    # Put together, so that this file does not find itself.
+    words = ["../" + "shared", "/" + "work/", "/" + "root/", "/home" + "/"]
+    for path in tracked_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        for word in words:
+            assert word not in text, f"{path.relative_to(ROOT)} mentions {word}"
