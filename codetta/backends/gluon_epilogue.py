@@ -72,13 +72,13 @@ class GluonWriter(EpilogueWriter):
 
     def chunk_inputs(self) -> list[str]:
         accs = [f"acc{index}" for index in range(len(self.segment.strips))]
-        tiles = [f"{self._value_name(node)}_raw" for node in self.tile_loads()]
-        return accs + tiles + [self._name_of(n) for n in self.hoisted()] + [self._value_name(n) for n in self.vectors()]
+        tiles = [f"{self.value_name(node)}_raw" for node in self.tile_loads()]
+        return accs + tiles + [self.name_of(n) for n in self.hoisted()] + [self.value_name(n) for n in self.vectors()]
 
     def vector_function(self) -> list[str]:
         """The function that fetches the vectors of one chunk."""
         self._start()
-        names = [self._say(self._value_name(node), self._load(node)) for node in self.vectors()]
+        names = [self._say(self.value_name(node), self._load(node)) for node in self.vectors()]
         if not names:
             return []
         return self._wrap(f"vectors_{self.number}", ["m0", "row", "row_ok", "j0"], [f"return {', '.join(names)}"])
@@ -86,7 +86,7 @@ class GluonWriter(EpilogueWriter):
     def hoist_function(self) -> list[str]:
         """The function that loads what is the same for every column, once per tile."""
         self._start()
-        names = [self._say(self._name_of(node), self._load(node)) for node in self.hoisted()]
+        names = [self._say(self.name_of(node), self._load(node)) for node in self.hoisted()]
         if not names:
             return []
         return self._wrap(f"hoist_{self.number}", ["row", "row_ok"], [f"return {', '.join(names)}"])
@@ -94,9 +94,9 @@ class GluonWriter(EpilogueWriter):
     def chunk_function(self) -> list[str]:
         self._start()
         for node in self.hoisted():
-            self.named[id(node)] = self._name_of(node)
+            self.named[id(node)] = self.name_of(node)
         for node in self.vectors():
-            self.named[id(node)] = self._value_name(node)
+            self.named[id(node)] = self.value_name(node)
         for node in self.segment.nodes:
             if id(node) not in self.named:
                 self._node(node)
@@ -146,8 +146,8 @@ class GluonWriter(EpilogueWriter):
             "",
         ]
 
-    def _value_name(self, node: Node) -> str:
-        return self._name_of(node) + (f"_{node.space.cols}" if node.attr("period") else "")
+    def value_name(self, node: Node) -> str:
+        return self.name_of(node) + (f"_{node.space.cols}" if node.attr("period") else "")
 
     def _layout(self, cols: int) -> str:
         width = self._width(cols) if cols else 1
@@ -171,7 +171,7 @@ class GluonWriter(EpilogueWriter):
     def _node(self, node: Node) -> None:
         match node.op:
             case "load" if any(node is each for each in self.tile_loads()):
-                name = self._value_name(node)
+                name = self.value_name(node)
                 self.named[id(node)] = self._say(name, f"{name}_raw.to(tl.float32)")
             case "load" if (same := self._same_tile(node)) is not None:
                 self.named[id(node)] = self.named[id(same)]
@@ -194,7 +194,7 @@ class GluonWriter(EpilogueWriter):
 
     def _same_tile(self, node: Node) -> Node | None:
         """Another load of the same tile, already there."""
-        return next((each for each in self.tile_loads() if self._value_name(each) == self._value_name(node)), None)
+        return next((each for each in self.tile_loads() if self.value_name(each) == self.value_name(node)), None)
 
     def _full(self, node: Node, name: str) -> str:
         """The value at its full size in the layout of its width."""

@@ -57,6 +57,14 @@ TYPES = {torch.bfloat16: "gl.bfloat16", torch.float16: "gl.float16", torch.float
 LAUNCH_REGISTERS, CONSUMER_REGISTERS, OTHER_REGISTERS = 168, 240, 24
 
 
+def launch_registers(tile: Tile) -> int:
+    if tile.loop == "detached":
+        from codetta.backends import gluon_detached
+
+        return gluon_detached.LAUNCH_REGISTERS
+    return LAUNCH_REGISTERS
+
+
 def descriptors(program: Program, tile: Tile) -> list[tuple[str, str, object]]:
     """(parameter, role, what it addresses) of every tensor descriptor, in the order of the kernel's parameters."""
     found: list[tuple[str, str, object]] = [("a", "a", None)]
@@ -123,10 +131,18 @@ class Text:
 
 def source(program: Program, tile: Tile) -> str:
     """The kernel module. Everything static is written as a literal: the text is what one reads when debugging."""
-    return _Kernel(program, tile).source()
+    if tile.loop == "detached":
+        from codetta.backends.gluon_detached import Detached
+
+        return Detached(program, tile).source()
+    return Kernel(program, tile).source()
 
 
-class _Kernel:
+class Kernel:
+    """Writes the attached loop, piece by piece."""
+
+    counter = "q"  # what the rings' phases are counted by
+
     def __init__(self, program: Program, tile: Tile) -> None:
         self.program, self.tile = program, tile
         self.moves = traffic(program, tile)
@@ -137,7 +153,7 @@ class _Kernel:
         self.chunk = tile.chunk(program.segments[0])
         self.x, self.y = tile.load_slots, tile.store_slots
         self.ring, self.ring_name = (self.x, "x") if self.x else (self.y, "y")
-        self.has_io = bool(self.x or self.y)
+        self.has_io = any(each.loads or each.stores for each in self.moves.segments)
         self.descriptors = descriptors(program, tile)
         self.x_buffers = [f"xs{index}" for index in range(len(self.moves.x_slots))]
         self.y_buffers = [f"ys{index}" for index in range(len(self.moves.y_slots))]
@@ -160,6 +176,10 @@ class _Kernel:
             ):
                 if function:
                     self.text("", *function)
+        self.functions()
+        return "\n".join(self.text.lines) + "\n"
+
+    def functions(self) -> None:
         self.load_warp()
         if self.has_io:
             self.io_warp()
@@ -167,7 +187,18 @@ class _Kernel:
             self.epilogue(writer)
         self.consumer()
         self.kernel()
-        return "\n".join(self.text.lines) + "\n"
+
+    def barrier_counts(self) -> list[tuple[str, int, int]]:
+        """(name, how many, arrivals that complete one) of every barrier."""
+        stages = self.tile.stages
+        return [
+            ("full", stages, 1), ("empty", stages, CONSUMERS), ("lag", 1, 1), ("xfull", CONSUMERS * self.x, 1),
+            ("yfree", CONSUMERS * self.y, 1), ("ready", CONSUMERS * self.ring, 1),
+        ]  # fmt: skip
+
+    def bank(self, ring: int) -> str:
+        """Where a consumer's slots of a ring begin."""
+        return f"W * {ring} + "
 
     # ---- shared pieces of text
 
@@ -214,12 +245,12 @@ class _Kernel:
         rest(0)
 
     def slot(self, chunk: int, ring: int) -> tuple[str, str]:
-        """(slot, phase) of a chunk of the q-th tile; a literal slot where the ring divides the tile's chunks."""
-        count = self.tile.chunks
+        """(slot, phase) of a chunk of the n-th tile; a literal slot where the ring divides the tile's chunks."""
+        count, n = self.tile.chunks, self.counter
         if count % ring == 0:
             turns = count // ring
-            return str(chunk % ring), f"(q * {turns} + {chunk // ring}) & 1" if turns > 1 else "q & 1"
-        return f"((q * {count} + {chunk}) % {ring})", f"((q * {count} + {chunk}) // {ring}) & 1"
+            return str(chunk % ring), f"({n} * {turns} + {chunk // ring}) & 1" if turns > 1 else f"{n} & 1"
+        return f"(({n} * {count} + {chunk}) % {ring})", f"(({n} * {count} + {chunk}) // {ring}) & 1"
 
     def coordinates(self, move: Move, g: int, chunk: int) -> str:
         """Where a chunk of the move starts in its tensor."""
@@ -285,9 +316,9 @@ class _Kernel:
         """The function that starts the loads of one chunk of a tile into an x slot."""
         w = self.text
         w("", "@gluon.jit")
-        with w.block(f"def fill_{chunk}({', '.join(self.io_arguments())}, tile, tiles_m, x_slot, W: gl.constexpr):"):
+        with w.block(f"def fill_{chunk}({', '.join(self.io_arguments())}, tile, tiles_m, x_slot, W):"):
             self.tile_place("tile", "W")
-            w(f"there = xfull.index(W * {self.x} + x_slot)")
+            w(f"there = xfull.index({self.bank(self.x)}x_slot)")
 
             def loads(g: int) -> None:
                 moves, segment = self.moves.segments[g], self.program.segments[g]
@@ -298,9 +329,8 @@ class _Kernel:
                 w(f"mbarrier.expect(there, {total})")
                 for move, slot in zip(moves.loads, moves.load_slot, strict=True):
                     at = self.coordinates(move, g, chunk)
-                    w(
-                        f"tma.async_copy_global_to_shared({move.name}_load, {at}, there, xs{slot}.index(W * {self.x} + x_slot))"
-                    )
+                    buffer = f"xs{slot}.index({self.bank(self.x)}x_slot)"
+                    w(f"tma.async_copy_global_to_shared({move.name}_load, {at}, there, {buffer})")
 
             self.branch(loads)
 
@@ -322,8 +352,8 @@ class _Kernel:
             with w.block("for tile in range(tl.program_id(0), total, blocks):"):
                 self.tile_place("tile", "W")
                 for chunk in range(chunks):
-                    slot, phase = self.slot(chunk, self.ring)
-                    w(f"# chunk {chunk}", f"{self.ring_name}_slot = {slot}")
+                    place, phase = self.slot(chunk, self.ring)
+                    w(f"# chunk {chunk}", f"{self.ring_name}_slot = {place}")
                     if self.x and self.y:
                         w(f"y_slot = {self.slot(chunk, self.y)[0]}")
                     w(f"mbarrier.wait(ready.index(W * {self.ring} + {self.ring_name}_slot), {phase})")
@@ -357,18 +387,26 @@ class _Kernel:
         """
         return len(self.writers) == 1
 
+    @staticmethod
+    def hoisted_names(writer: GluonWriter) -> list[str]:
+        return [writer.name_of(node) for node in writer.hoisted()]
+
+    @staticmethod
+    def vector_names(writer: GluonWriter, chunk: int) -> list[str]:
+        return [f"{writer.value_name(node)}_{chunk}" for node in writer.vectors()]
+
     def prepare(self, writer: GluonWriter) -> list[str]:
         """Loads before the first chunk: per-row values and the first chunk's vectors. Returns their names."""
         w, g = self.text, writer.number
         rest = ", ".join(parameters(self.program))
-        hoisted = [writer._name_of(node) for node in writer.hoisted()]
+        hoisted = self.hoisted_names(writer)
         if hoisted:
             w(f"{', '.join(hoisted)} = hoist_{g}(row, row_ok, {rest})")
         return hoisted + self.fetch(writer, 0)
 
     def fetch(self, writer: GluonWriter, chunk: int) -> list[str]:
         """Loads the vectors of a chunk; returns their names."""
-        names = [f"{writer._value_name(node)}_{chunk}" for node in writer.vectors()]
+        names = self.vector_names(writer, chunk)
         if names:
             column = self.column(writer.number, chunk * self.chunk)
             self.text(
@@ -378,11 +416,10 @@ class _Kernel:
 
     def epilogue(self, writer: GluonWriter) -> None:
         w, g, program = self.text, writer.number, self.program
-        hoisted = [writer._name_of(node) for node in writer.hoisted()]
-        first = [f"{writer._value_name(node)}_0" for node in writer.vectors()]
+        hoisted, first = self.hoisted_names(writer), self.vector_names(writer, 0)
         given = hoisted + first if self.early() else []
         place = ["q", "pm", "pn", "m", "row", "row_ok"]
-        moves, rest = self.moves.segments[g], ", ".join(parameters(program))
+        rest = ", ".join(parameters(program))
         w("", "@gluon.jit")
         with w.block(
             f"def epilogue_{g}({', '.join(['acc', *given, *self.consumer_arguments(), *place])}, W: gl.constexpr):"
@@ -390,13 +427,7 @@ class _Kernel:
             w(*writer.layouts())
             layout = f"L{self.chunk}"
             vectors = first if self.early() else self.prepare(writer)[len(hoisted) :]
-            names = ["acc"]
-            while len(names) < self.strips * self.tile.chunks:
-                finer = []
-                for name in names:
-                    w(f"{name}l, {name}r = halves({name})")
-                    finer += [f"{name}l", f"{name}r"]
-                names = finer
+            names = self.leaves("acc")
             for chunk in range(self.tile.chunks):
                 w(f"# chunk {chunk}")
                 # The next chunk's vectors: their latency hides behind this chunk.
@@ -407,13 +438,7 @@ class _Kernel:
                     w(
                         f"{inputs[-1]} = gl.convert_layout({names[p * self.tile.chunks + chunk]}, {layout}, assert_trivial=True)"
                     )
-                if self.x:
-                    slot, phase = self.slot(chunk, self.x)
-                    w(f"x_slot = W * {self.x} + {slot}", f"mbarrier.wait(xfull.index(x_slot), {phase})")
-                for move, slot_index in zip(moves.loads, moves.load_slot, strict=True):
-                    width = move.width(self.chunk, writer.segment)
-                    inputs.append(f"{move.name}_raw")
-                    w(f"{move.name}_raw = xs{slot_index}.index(x_slot).load(L{width})")
+                inputs += self.loaded_tiles(writer, chunk)
                 column = self.column(g, chunk * self.chunk)
                 here = dict(zip(PLACE, ["m", "row", "row_ok", column, f"pm * {CONSUMERS} + W", "1", "0"], strict=True))
                 outputs = [f"out_{store.name}_{piece}" for store, piece in writer.moved_stores()]
@@ -429,14 +454,39 @@ class _Kernel:
                     if chunk:
                         w(f"j0 = {self.column(g)}", *merge_statements(writer, suffix, chunk))
                 vectors = upcoming
-            tiles = self.tile.column_tiles(writer.segment)
-            for index in writer.segment.sinks:
-                sink = program.sinks[index]
-                for field, part in enumerate(ROW_FIELDS[sink.how] if sink.by_row else ()):
-                    start = f"({field * tiles} + pn - {self.first_tile(g)}).to(tl.int64) * M"
-                    w(
-                        f"tl.store({sink_name(sink)}_part + {start} + row, gl.expand_dims({sink_name(sink)}_{part}, 1), mask=row_ok)"
-                    )
+            self.store_partials(writer)
+
+    def leaves(self, name: str) -> list[str]:
+        """Split the accumulator into runs of one chunk's columns, strip by strip; halving stays inside a thread."""
+        names = [name]
+        while len(names) < self.strips * self.tile.chunks:
+            finer = []
+            for each in names:
+                self.text(f"{each}l, {each}r = halves({each})")
+                finer += [f"{each}l", f"{each}r"]
+            names = finer
+        return names
+
+    def loaded_tiles(self, writer: GluonWriter, chunk: int) -> list[str]:
+        """Wait for a chunk's operand tiles and read them into registers; returns their names."""
+        w, moves = self.text, self.moves.segments[writer.number]
+        if self.x:
+            slot, phase = self.slot(chunk, self.x)
+            w(f"x_slot = {self.bank(self.x)}{slot}", f"mbarrier.wait(xfull.index(x_slot), {phase})")
+        for move, slot_index in zip(moves.loads, moves.load_slot, strict=True):
+            width = move.width(self.chunk, writer.segment)
+            w(f"{move.name}_raw = xs{slot_index}.index(x_slot).load(L{width})")
+        return [f"{move.name}_raw" for move in moves.loads]
+
+    def store_partials(self, writer: GluonWriter) -> None:
+        """Write the tile's row partials."""
+        tiles = self.tile.column_tiles(writer.segment)
+        for index in writer.segment.sinks:
+            sink = self.program.sinks[index]
+            for field, part in enumerate(ROW_FIELDS[sink.how] if sink.by_row else ()):
+                start = f"({field * tiles} + pn - {self.first_tile(writer.number)}).to(tl.int64) * M"
+                name = sink_name(sink)
+                self.text(f"tl.store({name}_part + {start} + row, gl.expand_dims({name}_{part}, 1), mask=row_ok)")
 
     def hand_over(self, g: int, chunk: int, outputs: list[str]) -> None:
         """Write a chunk's outputs into their slots and tell the io warp."""
@@ -451,52 +501,62 @@ class _Kernel:
                 w("fence_async_shared()")
             w(f"mbarrier.arrive(ready.index({self.ring_name}_slot))")
 
-    def consumer(self) -> None:
+    def accumulator_layouts(self) -> None:
+        """Layouts of the whole accumulator and of a chunk of it."""
+        form = "gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, {}, 16])"
+        self.text(f"L: gl.constexpr = {form.format(self.instruction_cols())}", f"LC: gl.constexpr = {form.format(self.chunk)}")
+
+    def instruction_cols(self) -> int:
+        """Columns of one matrix instruction."""
+        return self.tile.cols
+
+    def main_loop(self) -> None:
+        """All K steps of a tile; the last matrix instruction is still running when it ends."""
         w, tile, program = self.text, self.tile, self.program
         steps = -(-program.k // tile.depth)
-        arguments = ["a_halves", "b_ring", "full", "empty", "lag", *self.consumer_arguments()]
         # Off for short K: the operand ring would let consumer 0 signal twice before consumer 1 looks.
         lagged = tile.stagger and steps > tile.stages + tile.stagger
+        # A fresh expression, not `last = s`: Triton 3.6 drops a loop carry whose entry value is a live variable.
+        w(
+            f"last = (s + {tile.stages - 1}) % {tile.stages}",
+            f"acc = gl.zeros([{self.rows}, {tile.cols}], gl.float32, L)",
+        )
+        if lagged:
+            with w.block("if W == 1:"):
+                w("mbarrier.wait(lag, q & 1)")
+        with w.block(f"for step in range({steps}):"):
+            a = "a_halves.index(s * 2 + W)" + (".permute((1, 0))" if program.a_layout == "km" else "")
+            b = "b_ring.index(s)" + ("" if program.products[0].layout == "kn" else ".permute((1, 0))")
+            w(
+                "mbarrier.wait(full.index(s), phase)",
+                f"acc = warpgroup_mma({a}, {b}, acc, is_async=True)",
+                "acc = warpgroup_mma_wait(1, deps=[acc])",
+                "mbarrier.arrive(empty.index(last), pred=step > 0)",
+            )
+            if lagged:
+                with w.block("if W == 0:"):
+                    w(f"mbarrier.arrive(lag, pred=step == {tile.stagger})")
+            w("last = s", "s += 1")
+            with w.block(f"if s == {tile.stages}:"):
+                w("s = 0", "phase = phase ^ 1")
+
+    def consumer(self) -> None:
+        w = self.text
+        arguments = ["a_halves", "b_ring", "full", "empty", "lag", *self.consumer_arguments()]
         w("", "@gluon.jit")
         with w.block(f"def consumer({', '.join(arguments)}, W: gl.constexpr):"):
-            form = "gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, {}, 16])"
-            w(f"L: gl.constexpr = {form.format(tile.cols)}", f"LC: gl.constexpr = {form.format(self.chunk)}")
+            self.accumulator_layouts()
             self.tile_counts()
             w("s = 0", "phase = 0", "q = 0")
             with w.block("for tile in range(tl.program_id(0), total, tl.num_programs(0)):"):
-                # A fresh expression, not `last = s`: Triton 3.6 drops a loop carry whose entry value is a live variable.
-                w(
-                    f"last = (s + {tile.stages - 1}) % {tile.stages}",
-                    f"acc = gl.zeros([{self.rows}, {tile.cols}], gl.float32, L)",
-                )
-                if lagged:
-                    with w.block("if W == 1:"):
-                        w("mbarrier.wait(lag, q & 1)")
-                with w.block(f"for step in range({steps}):"):
-                    a = "a_halves.index(s * 2 + W)" + (".permute((1, 0))" if program.a_layout == "km" else "")
-                    kn = program.products[0].layout == "kn"
-                    b = "b_ring.index(s)" + ("" if kn else ".permute((1, 0))")
-                    w(
-                        "mbarrier.wait(full.index(s), phase)",
-                        f"acc = warpgroup_mma({a}, {b}, acc, is_async=True)",
-                        "acc = warpgroup_mma_wait(1, deps=[acc])",
-                        "mbarrier.arrive(empty.index(last), pred=step > 0)",
-                    )
-                    if lagged:
-                        with w.block("if W == 0:"):
-                            w(f"mbarrier.arrive(lag, pred=step == {tile.stagger})")
-                    w("last = s", "s += 1")
-                    with w.block(f"if s == {tile.stages}:"):
-                        w("s = 0", "phase = phase ^ 1")
+                self.main_loop()
                 # While the last matrix instruction runs: everything the epilogue needs that is not a tile.
                 self.tile_place("tile", "W")
                 w(f"row = gl.expand_dims(m + gl.arange(0, {self.rows}, gl.SliceLayout(1, LC)), 1)", "row_ok = row < M")
                 given = self.prepare(self.writers[0]) if self.early() else []
                 w("acc = warpgroup_mma_wait(0, deps=[acc])", "mbarrier.arrive(empty.index(last))")
-                place = ["q", "pm", "pn", "m", "row", "row_ok"]
-                self.branch(
-                    lambda g: w(f"epilogue_{g}({', '.join(['acc', *given, *self.consumer_arguments(), *place])}, W)")
-                )
+                place = ["acc", *given, *self.consumer_arguments(), "q", "pm", "pn", "m", "row", "row_ok", "W"]
+                self.branch(lambda g: w(f"epilogue_{g}({', '.join(place)})"))
                 w("q += 1")
 
     def kernel(self) -> None:
@@ -520,29 +580,32 @@ class _Kernel:
                 if self.strips > 1
                 else "b_boxes = b_ring",
             )
+            banks = CONSUMERS if self.bank(1) else 1
             for ring, depth, slots in (("x", self.x, self.moves.x_slots), ("y", self.y, self.moves.y_slots)):
                 for index, (dtype, width) in enumerate(slots):
                     w(
-                        f"{ring}s{index} = gl.allocate_shared_memory({TYPES[dtype]}, {[2 * depth, self.rows, width]}, {self.layout_of(ring, index)}.layout)"
+                        f"{ring}s{index} = gl.allocate_shared_memory({TYPES[dtype]}, {[banks * depth, self.rows, width]}, {self.layout_of(ring, index)}.layout)"
                     )
-            counts = {"full": (stages, 1), "empty": (stages, 2), "lag": (1, 1)}
-            counts |= {"xfull": (2 * self.x, 1), "yfree": (2 * self.y, 1), "ready": (2 * self.ring, 1)}
-            for name in ["full", "empty", "lag", *self.barriers]:
-                count, arrivals = counts[name]
-                w(f"{name} = gl.allocate_shared_memory(gl.int64, [{count}, 1], mbarrier.MBarrierLayout())")
-                with w.block(f"for i in gl.static_range({count}):"):
-                    w(f"mbarrier.init({name}.index(i), count={arrivals})")
+            for name, count, arrivals in self.barrier_counts():
+                if count:
+                    w(f"{name} = gl.allocate_shared_memory(gl.int64, [{count}, 1], mbarrier.MBarrierLayout())")
+                    with w.block(f"for i in gl.static_range({count}):"):
+                        w(f"mbarrier.init({name}.index(i), count={arrivals})")
             w("fence_async_shared()")
-            shared = ", ".join(["a_halves", "b_ring", "full", "empty", "lag.index(0)", *self.consumer_arguments()])
-            jobs = [f"(consumer, ({shared}, {number}))" for number in range(CONSUMERS)]
-            jobs.append(f"(load, (a, {', '.join(self.names('b'))}, a_ring, b_boxes, full, empty, M))")
-            warps, registers = [4, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS]
-            if self.has_io:
-                for number in range(CONSUMERS):
-                    jobs.append(f"(io, ({', '.join(self.io_arguments())}, {number}))")
-                    warps.append(1)
-                    registers.append(OTHER_REGISTERS)
-            w("gl.warp_specialize([", *[f"    {job}," for job in jobs], f"], {warps}, {registers})")
+            self.jobs()
+
+    def jobs(self) -> None:
+        """Who does what, with how many warps and registers."""
+        shared = ", ".join(["a_halves", "b_ring", "full", "empty", "lag.index(0)", *self.consumer_arguments()])
+        jobs = [f"(consumer, ({shared}, {number}))" for number in range(CONSUMERS)]
+        jobs.append(f"(load, (a, {', '.join(self.names('b'))}, a_ring, b_boxes, full, empty, M))")
+        warps, registers = [4, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS]
+        if self.has_io:
+            for number in range(CONSUMERS):
+                jobs.append(f"(io, ({', '.join(self.io_arguments())}, {number}))")
+                warps.append(1)
+                registers.append(OTHER_REGISTERS)
+        self.text("gl.warp_specialize([", *[f"    {job}," for job in jobs], f"], {warps}, {registers})")
 
     def layout_of(self, ring: str, index: int) -> str:
         """A descriptor whose blocks have the layout of a buffer."""

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -18,13 +19,13 @@ import torch
 from torch import Tensor
 
 from codetta.backends import gluon_gemm, triton_gemm
-from codetta.backends.gluon_gemm import LAUNCH_REGISTERS
 from codetta.backends.triton_epilogue import DTYPES, operand_integers, store_integers
 from codetta.errors import LoweringError, Reason
 from codetta.plan.choose import bucket, candidates
 from codetta.plan.target import Target, device_target, unit_count
 from codetta.plan.tile import Tile
-from codetta.plan.traffic import CONSUMERS
+from codetta.plan.traffic import CONSUMERS, SPECIALISED
+from codetta.plan.tune import Tuned, TuneKey, find
 from codetta.program import Operand, Program, Store
 from codetta.runtime.bind import Binding, layout_strides
 from codetta.runtime.cache import Cache, key_of
@@ -68,15 +69,26 @@ class TritonBackend:
         tiles, refused = self.candidates(program, binding)
         if not tiles:
             raise LoweringError(f"no legal tile for {program.name}", list(refused))
-        return tiles[0]
+        tuned = self.tuned(program, binding)
+        # What was tuned for other tensors of this bucket may be illegal for these.
+        return tuned.tile if tuned and tuned.tile in tiles else tiles[0]
 
-    def candidates(self, program: Program, binding: Binding) -> tuple[list[Tile], list[Reason]]:
-        """Tiles that are legal for these tensors, best guess first, and why the others are not."""
-        target = device_target(binding.a.device)
+    def tuned(self, program: Program, binding: Binding) -> Tuned | None:
+        """What tuning has found for such calls on this device, if it has run."""
+        return find(tune_key(program, binding)) if binding.a.is_cuda else None
+
+    def candidates(
+        self, program: Program, binding: Binding, target: Target | None = None
+    ) -> tuple[list[Tile], list[Reason]]:
+        """Tiles that are legal for these tensors, best guess first, and why the others are not.
+
+        target: of another device than the tensors are on, to see or compile what would run there.
+        """
+        target = target or device_target(binding.a.device)
         tiles, refused = candidates(program, bucket(binding.rows), target, _aligned(program, binding))
         fitting, reasons = [], list(refused)
         for tile in tiles:
-            found = _why_not_specialised(program, binding, tile) if tile.loop == "specialised" else []
+            found = _why_not_specialised(program, binding, tile) if tile.loop in SPECIALISED else []
             reasons += found
             if not found:
                 fitting.append(tile)
@@ -84,21 +96,41 @@ class TritonBackend:
 
     def launch(self, program: Program, binding: Binding, tile: Tile) -> dict[str, Tensor | Stat]:
         """Run the program with a given tile."""
+        return self.prepare(program, binding, tile)()
+
+    def prepare(self, program: Program, binding: Binding, tile: Tile) -> Callable[[], dict[str, Tensor | Stat]]:
+        """A launch with everything bound once; each call writes the same tensors again."""
+        kernel, grid, arguments, options, results = self._bound(program, binding, tile)
+        launcher = kernel[grid]
+
+        def run() -> dict[str, Tensor | Stat]:
+            launcher(*arguments, **options)
+            return results
+
+        return run
+
+    def compile(self, program: Program, binding: Binding, tile: Tile) -> None:
+        """Compile the kernel that `launch` would run, and run nothing; threads may do so side by side."""
+        kernel, grid, arguments, options, _ = self._bound(program, binding, tile)
+        kernel.warmup(*arguments, grid=grid, **options)
+
+    def _bound(
+        self, program: Program, binding: Binding, tile: Tile
+    ) -> tuple[Any, tuple[int], list[Any], dict[str, int], dict[str, Tensor | Stat]]:
         kernel = build(program, tile, self._widen(program, binding)).kernel
         # Column partials: one per tile of rows, or per consumer's part of one.
         row_tiles = -(-binding.rows_per_batch // tile.rows)
-        parts = row_tiles * (CONSUMERS if tile.loop == "specialised" else 1)
+        parts = row_tiles * (CONSUMERS if tile.loop in SPECIALISED else 1)
         results: dict[str, Tensor | Stat] = dict(binding.outputs)
         for sink in program.sinks:
             results[sink.name] = _stat(program, sink.name, binding, tile, parts)
         tiles = binding.batch * row_tiles * sum(tile.column_tiles(segment) for segment in program.segments)
         grid = (tiles if tile.loop == "pointer" else min(tiles, unit_count(binding.a.device)),)
-        arguments = _arguments(program, binding, tile, results)
-        if tile.loop == "specialised":
-            kernel[grid](*arguments, num_warps=4, maxnreg=LAUNCH_REGISTERS)
+        if tile.loop in SPECIALISED:
+            options = {"num_warps": 4, "maxnreg": gluon_gemm.launch_registers(tile)}
         else:
-            kernel[grid](*arguments, num_warps=tile.warps, num_stages=tile.stages)
-        return results
+            options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        return kernel, grid, _arguments(program, binding, tile, results), options, results
 
     @staticmethod
     def _widen(program: Program, binding: Binding) -> bool:
@@ -124,7 +156,7 @@ def unsupported(program: Program, target: Target | None) -> list[Reason]:
 
 
 def source(program: Program, tile: Tile, widen: bool = False) -> str:
-    if tile.loop == "specialised":
+    if tile.loop in SPECIALISED:
         return gluon_gemm.source(program, tile)
     return triton_gemm.source(program, tile, widen)
 
@@ -160,6 +192,11 @@ def load(text: str, name: str) -> ModuleType:
     sys.modules[module_name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def tune_key(program: Program, binding: Binding) -> TuneKey:
+    """Under what the tile of such a call is remembered."""
+    return TuneKey(program, binding.a.device, bucket(binding.rows), _aligned(program, binding))
 
 
 def _aligned(program: Program, binding: Binding) -> bool:
@@ -208,7 +245,7 @@ def _matrices(program: Program, binding: Binding, tile: Tile) -> list[Any]:
         a_step = binding.a.stride(0 if program.a_layout == "mk" else 1)
         steps = [b.stride(-2 if p.layout == "nk" else -1) for b, p in zip(binding.b, program.products, strict=True)]
         return [binding.a, *binding.b, a_step, *steps]
-    if tile.loop == "specialised":
+    if tile.loop in SPECIALISED:
         from codetta.backends import gluon_launch
 
         return gluon_launch.descriptors(program, binding, tile)

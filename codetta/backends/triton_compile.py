@@ -16,6 +16,7 @@ from codetta.backends.triton import load
 from codetta.backends.triton_epilogue import sink_name, unspecialised
 from codetta.plan.target import Target
 from codetta.plan.tile import Tile
+from codetta.plan.traffic import SPECIALISED
 from codetta.program import Program
 
 SHORT = {
@@ -42,12 +43,12 @@ def cross_compile(program: Program, tile: Tile, target: Target) -> Report:
     from triton.compiler import ASTSource
 
     options: dict[str, Any]
-    if tile.loop == "specialised":
+    if tile.loop in SPECIALISED:
         from triton.experimental.gluon._runtime import GluonASTSource
 
         module = load(gluon_gemm.source(program, tile), program.name)
         source = GluonASTSource(module.kernel, *_signature(program, tile))
-        options = {"num_warps": 4, "maxnreg": gluon_gemm.LAUNCH_REGISTERS}
+        options = {"num_warps": 4, "maxnreg": gluon_gemm.launch_registers(tile)}
     else:
         module = load(triton_gemm.source(program, tile), program.name)
         source = ASTSource(module.kernel, *_signature(program, tile))
@@ -69,9 +70,11 @@ def report(compiled: Any, target: Target) -> Report:
         )
     text = compiled.asm["ptx"]
     usage = _resource_usage(compiled.asm["cubin"])
+    # A stack need not come of spills (some kernels keep 8 bytes there); the assembler tells, at the price of another run.
+    stack = _number(usage, r"LOCAL:(\d+)") or _number(usage, r"STACK:(\d+)")
     return Report(
         _number(usage, r"REG:(\d+)"),
-        _number(usage, r"LOCAL:(\d+)") or _number(usage, r"STACK:(\d+)"),
+        _spilled(text, target) if stack else 0,
         compiled.metadata.shared,
         "wgmma" in text,
         "cp.async.bulk.tensor" in text,
@@ -90,6 +93,21 @@ def _resource_usage(cubin: bytes) -> str:
     return run.stdout
 
 
+def _spilled(ptx: str, target: Target) -> int:
+    """Bytes of registers stored to memory, as the assembler says; the launch's register limit is in the PTX."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    assert isinstance(target.arch, int)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [get_ptxas(target.arch).path, "-v", f"--gpu-name={sm_arch_from_capability(target.arch)}", str(path)]
+        run = subprocess.run(
+            [*command, "-o", str(path.with_suffix(".cubin"))], capture_output=True, text=True, check=True
+        )
+    return sum(int(each) for each in re.findall(r"(\d+) bytes spill stores", run.stderr + run.stdout))
+
+
 def _number(text: str, pattern: str) -> int:
     found = re.search(pattern, text)
     return int(found.group(1)) if found else 0
@@ -99,7 +117,7 @@ def _signature(
     program: Program, tile: Tile
 ) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], list[list[Any]]]]:
     """Types of the kernel's parameters, with the alignment that ordinary tensors have."""
-    specialised = tile.loop == "specialised"
+    specialised = tile.loop in SPECIALISED
     names = (gluon_gemm if specialised else triton_gemm).kernel_parameters(program, tile)
     types = dict.fromkeys(names, "i32")
     element = SHORT[program.a_dtype]

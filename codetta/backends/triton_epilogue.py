@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 
 from codetta.ir.graph import Frame, Node
-from codetta.ir.op import QUANTISED
 from codetta.plan.tile import Tile
 from codetta.program import Operand, Program, Segment, Sink, Store
 
@@ -96,6 +95,11 @@ class EpilogueWriter:
     def name(self) -> str:
         return f"epilogue_{self.number}"
 
+    @property
+    def rows(self) -> int:
+        """Rows that one call of the function handles."""
+        return self.tile.rows
+
     def hoisted(self) -> list[Node]:
         """Values that are the same for every column: loaded once per tile, not once per chunk."""
         needed = [n for n in self.segment.nodes if not n.space.cols and n.op in ("load", "load_int")]
@@ -105,12 +109,12 @@ class EpilogueWriter:
         """Statements that load the hoisted values."""
         self.lines = []
         for node in self.hoisted():
-            self._say(self._name_of(node), self._load(node))
+            self._say(self.name_of(node), self._load(node))
         return self.lines
 
     def arguments(self) -> list[str]:
         accs = [f"acc{index}" for index in range(len(self.segment.strips))]
-        return accs + [self._name_of(node) for node in self.hoisted()]
+        return accs + [self.name_of(node) for node in self.hoisted()]
 
     def results(self) -> list[str]:
         """Row partials that the function returns, field by field."""
@@ -125,7 +129,7 @@ class EpilogueWriter:
         """The source of the device function."""
         self.lines, self.defined, self.named = [], set(), {}
         for node in self.hoisted():
-            self.named[id(node)] = self._name_of(node)
+            self.named[id(node)] = self.name_of(node)
         for node in self.segment.nodes:
             if id(node) not in self.named:
                 self._node(node)
@@ -148,7 +152,7 @@ class EpilogueWriter:
         self.lines.append(f"{name} = {expression}")
         return name
 
-    def _name_of(self, node: Node) -> str:
+    def name_of(self, node: Node) -> str:
         field_name = node.attr("field")
         return f"in_{node.attr('name')}" + (f"_{field_name}" if field_name else "") + _suffix(node.attr("frame"))
 
@@ -163,7 +167,7 @@ class EpilogueWriter:
                 name = _literal(node.attr("value"))
             case "load" | "load_int":
                 suffix = "" if not node.attr("period") else f"_{node.space.cols}"
-                name = self._say(self._name_of(node) + suffix, self._load(node))
+                name = self._say(self.name_of(node) + suffix, self._load(node))
             case "row_index":
                 name = "row"
             case "col_index":
@@ -270,7 +274,7 @@ class EpilogueWriter:
         name = f"row_by{group}"
         if name not in self.defined:
             self.defined.add(name)
-            self._say(name, f"m0 // {group} + tl.arange(0, {self.tile.rows // group})[:, None]")
+            self._say(name, f"m0 // {group} + tl.arange(0, {self.rows // group})[:, None]")
             self._say(f"{name}_ok", f"{name} < tl.cdiv(M, {group})")
         return name, f"{name}_ok"
 
@@ -341,7 +345,7 @@ class EpilogueWriter:
             address = f"{base} + {within or row}.to(tl.int64) * {prefix}stride + {column}"
         else:
             address = self._head_address(base, prefix, row, column, store.head, within)
-        shape = f"({self.tile.rows // store.group}, {self._width(value.space.cols)})"
+        shape = f"({self.rows // store.group}, {self._width(value.space.cols)})"
         self.lines.append(f"tl.store({address}, tl.broadcast_to({stored}, {shape}), mask={mask})")
 
     def _sink(self, index: int) -> None:
@@ -447,8 +451,10 @@ def cast_text(name: str, dtype: torch.dtype, back: bool) -> str:
     """The value rounded to dtype; `back`: as fp32 again."""
     if dtype == torch.int8:
         text = f"to_int8({name})"
-    elif dtype in QUANTISED:
-        text = f"saturate({name}, {QUANTISED[dtype]}).to({DTYPES[dtype]})"
+    elif dtype == torch.float8_e4m3fn:
+        text = f"to_fp8({name})"
+    elif dtype == torch.bfloat16:
+        text = f"to_bf16({name})"
     else:
         text = f"{name}.to({DTYPES[dtype]})"
     return f"{text}.to(tl.float32)" if back else text

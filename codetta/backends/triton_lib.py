@@ -1,8 +1,12 @@
 """Device functions that generated Triton kernels call: what Triton's language lacks or defines differently."""
 
 # Triton reads annotations of device functions itself, so this file must not postpone their evaluation.
+import os
+
 import triton
 import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 
 @triton.jit
@@ -105,6 +109,33 @@ def saturate(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, BITS: tl.constexpr):
+    """x to so many bits of mantissa, ties to even, for the interpreter, whose conversions truncate or lose the carry."""
+    bits = x.to(tl.int32, bitcast=True)
+    half: tl.constexpr = (1 << (22 - BITS)) - 1
+    mask: tl.constexpr = -(1 << (23 - BITS))
+    nearest = (bits + half + ((bits >> (23 - BITS)) & 1)) & mask
+    return tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def to_bf16(x):
+    if INTERPRETED:
+        x = rounded(x, 7)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def to_fp8(x):
+    """The nearest e4m3, ties to even, saturated."""
+    x = saturate(x, 448.0)
+    if INTERPRETED:
+        # Below the smallest normal number the steps are 2^-9.
+        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, rounded(x, 3))
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
 def to_int8(x):
     """Nearest whole number, ties to even, saturated; NaN becomes 0."""
     x = round_even(saturate(x, 127.0))
@@ -129,19 +160,21 @@ def uniform(seed, row, col):
 @triton.jit
 def finish_sum(pointer, tiles, length, at, ok):
     """The sum of a statistic's partials, in the order of the tiles; eight loads are in flight at once."""
+    length = length.to(tl.int64)  # partials can have more than 2^31 elements
     total = tl.load(pointer + at, mask=ok, other=0.0)
     for first in range(1, tiles, 8):
         for step in tl.static_range(8):
             tile = first + step
-            total += tl.load(pointer + tile.to(tl.int64) * length + at, mask=ok & (tile < tiles), other=0.0)
+            total += tl.load(pointer + tile * length + at, mask=ok & (tile < tiles), other=0.0)
     return total
 
 
 @triton.jit
 def finish_max(pointer, tiles, length, at, ok):
+    length = length.to(tl.int64)
     top = tl.load(pointer + at, mask=ok, other=0.0)
     for tile in range(1, tiles):
-        top = max_nan(top, tl.load(pointer + tile.to(tl.int64) * length + at, mask=ok, other=0.0))
+        top = max_nan(top, tl.load(pointer + tile * length + at, mask=ok, other=0.0))
     return top
 
 
@@ -159,13 +192,14 @@ def scaled_by_exp(part, apart):
 @triton.jit
 def finish_lse(pointer, tiles, length, at, ok):
     """log of the sum of exponentials from partials (max, sum of exp(x - max))."""
+    length = length.to(tl.int64)
     top = finish_max(pointer, tiles, length, at, ok)
     shift = finite_or_zero(top)
-    sums = pointer + tiles.to(tl.int64) * length
+    sums = pointer + tiles * length
     first = tl.load(pointer + at, mask=ok, other=0.0)
     total = scaled_by_exp(tl.load(sums + at, mask=ok, other=1.0), first - shift)
     for tile in range(1, tiles):
-        place = tile.to(tl.int64) * length + at
+        place = tile * length + at
         top = tl.load(pointer + place, mask=ok, other=0.0)
         total += scaled_by_exp(tl.load(sums + place, mask=ok, other=1.0), top - shift)
     return shift + tl.log(total)
@@ -173,23 +207,25 @@ def finish_lse(pointer, tiles, length, at, ok):
 
 @triton.jit
 def finish_mean(pointer, tiles, length, at, ok, width, total):
+    length = length.to(tl.int64)
     mean = tl.load(pointer + at, mask=ok, other=0.0) * min(width, total)
     for tile in range(1, tiles):
         count = min(width, total - tile * width)
-        mean += tl.load(pointer + tile.to(tl.int64) * length + at, mask=ok, other=0.0) * count
+        mean += tl.load(pointer + tile * length + at, mask=ok, other=0.0) * count
     return mean / total
 
 
 @triton.jit
 def finish_var(pointer, tiles, length, at, ok, width, total):
     """Chan's merge of tile means and squared deviations."""
+    length = length.to(tl.int64)
     mean = finish_mean(pointer, tiles, length, at, ok, width, total)
-    deviations = pointer + tiles.to(tl.int64) * length
+    deviations = pointer + tiles * length
     apart = tl.load(pointer + at, mask=ok, other=0.0) - mean
     m2 = tl.load(deviations + at, mask=ok, other=0.0) + apart * apart * min(width, total)
     for tile in range(1, tiles):
         count = min(width, total - tile * width)
-        place = tile.to(tl.int64) * length + at
+        place = tile * length + at
         apart = tl.load(pointer + place, mask=ok, other=0.0) - mean
         m2 += tl.load(deviations + place, mask=ok, other=0.0) + apart * apart * count
     return m2 / total

@@ -12,34 +12,61 @@ Contenders = Mapping[str, Callable[[], object]]
 
 
 def medians(contenders: Contenders, device: torch.device, rounds: int = 3, rep_ms: float = 60.0) -> dict[str, float]:
-    """Milliseconds of each contender. Rounds alternate in order, since a card's clock drifts by some per cent over a run."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for name, fn in contenders.items():
+    """Milliseconds of each contender, `rounds` times `rep_ms` of each, taken in turns.
+
+    Taking turns run by run puts all of them under the same clock: a card at its power limit drifts by some per cent over
+    seconds, and the first after a pause would look best.
+    """
+    for fn in contenders.values():
         fn()
+    if device.type == "cuda":
+        return _cuda(contenders, rounds * rep_ms)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in list(contenders)[:: -1 if number % 2 else 1]:
-            times[name] += _cuda(contenders[name], rep_ms) if device.type == "cuda" else _cpu(contenders[name], rep_ms)
+            times[name] += _cpu(contenders[name], rep_ms)
     return {name: statistics.median(samples) for name, samples in times.items()}
 
 
-def _cuda(fn: Callable[[], object], rep_ms: float) -> list[float]:
-    """Times of single runs with a cold L2, by events on the device."""
+def _cuda(contenders: Contenders, each_ms: float) -> dict[str, float]:
+    """Single runs with a cold L2, by events on the device."""
     flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
-    fn()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    fn()
-    end.record()
+    contenders = {name: _captured(fn) for name, fn in contenders.items()}
+
+    def sweep() -> dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]:
+        events = {}
+        for name, fn in contenders.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            flush.zero_()
+            begin.record()
+            fn()
+            end.record()
+            events[name] = (begin, end)
+        return events
+
+    first = sweep()
     torch.cuda.synchronize()
-    count = max(5, min(200, int(rep_ms / max(start.elapsed_time(end), 0.01))))
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-    for begin, finish in events:
-        flush.zero_()
-        begin.record()
-        fn()
-        finish.record()
+    total = sum(begin.elapsed_time(end) for begin, end in first.values())
+    # Some sweeps only to bring the card to its working clock.
+    for _ in range(max(2, int(150.0 / max(total, 0.05)))):
+        sweep()
+    count = max(5, min(300, int(each_ms * len(contenders) / max(total, 0.05))))
+    sweeps = [sweep() for _ in range(count)]
     torch.cuda.synchronize()
-    return [begin.elapsed_time(finish) for begin, finish in events]
+    return {name: statistics.median(events[name][0].elapsed_time(events[name][1]) for events in sweeps) for name in contenders}
+
+
+def _captured(fn: Callable[[], object]) -> Callable[[], object]:
+    """The work as a CUDA graph, so that only the device's time counts; as it is where it cannot be captured."""
+    try:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            fn()
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return fn
+    return graph.replay
 
 
 def _cpu(fn: Callable[[], object], rep_ms: float) -> list[float]:

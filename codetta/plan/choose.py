@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
+
 from codetta.errors import Reason
+from codetta.ir.graph import Node
 from codetta.plan.target import Target
 from codetta.plan.tile import Tile, why_not
 from codetta.plan.traffic import specialised_tiles, why_not_specialised
-from codetta.program import Program
+from codetta.program import Program, Segment
 
 # Buckets of M: within one, the same tile serves. Upper ends; above the last is one more bucket.
 BUCKETS = (16, 64, 256, 1024, 4096)
@@ -30,27 +33,70 @@ def loops(target: Target | None, aligned: bool) -> tuple[str, ...]:
     return ("pointer",)
 
 
-def _shapes(rows: int, target: Target | None) -> list[tuple[int, int, int, int, int]]:
-    """(rows, cols, depth, stages, warps), best guess first."""
+def _shapes(rows: int, target: Target | None, exact: bool = False) -> list[tuple[int, int, int, int, int]]:
+    """(rows, cols, depth, stages, warps), best guess first; depth counts elements of two bytes.
+
+    exact: fp32 products without tf32, which no matrix instruction does: small tiles, or the unrolled loop spills.
+    """
     if target is None:  # the interpreter: small, so that ragged edges and several tiles occur
         return [(32, 32, 32, 2, 4), (32, 64, 32, 2, 4), (32, 128, 32, 2, 4), (32, 256, 32, 2, 4)]
+    if exact:
+        return [(64, 64, 32, 2, 8), (64, 128, 32, 2, 8), (32, 64, 32, 2, 8), (32, 128, 32, 2, 8), (16, 256, 32, 2, 8)]
     if rows and rows <= 16:
         return [(16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 256, 64, 3, 4)]
     if rows and rows <= 64:
-        return [(64, 64, 128, 3, 4), (64, 128, 64, 4, 4), (64, 256, 64, 3, 4)]
+        return [(64, 64, 128, 3, 4), (64, 128, 64, 4, 4), (64, 256, 64, 3, 8)]
+    small = [(128, 128, 64, 3, 8), (128, 128, 32, 3, 8), (64, 128, 32, 3, 8), (128, 64, 32, 3, 4), (64, 64, 32, 3, 4)]
     if target.vendor == "hip":
-        return [(256, 256, 32, 2, 8), (128, 128, 32, 2, 4), (128, 256, 32, 2, 8), (128, 64, 32, 2, 4)]
-    small = [
-        (128, 128, 64, 3, 4),
-        (128, 128, 32, 3, 4),
-        (128, 64, 32, 3, 4),
-        (64, 128, 32, 3, 4),
-        (64, 256, 32, 3, 8),
-        (64, 64, 32, 3, 4),
-    ]
-    if target.bulk_copy and target.shared > 200_000 and not (rows and rows <= 256):
-        return [(128, 256, 64, 3, 8), *small]
-    return [*small, (128, 256, 32, 3, 8)]
+        small = [(256, 128, 32, 2, 8), (128, 128, 32, 2, 4), (128, 128, 32, 2, 8), (64, 128, 32, 2, 4)]
+        return small[1:] if rows and rows <= 256 else [(256, 256, 32, 2, 8), *small]
+    if rows and rows <= 256:
+        return [*small, (64, 256, 32, 3, 8)]
+    if target.shared > 200_000:
+        return [(128, 256, 64, 3, 8), *small, (64, 256, 32, 3, 8)]
+    return [(128, 256, 32, 3, 8), *small, (64, 256, 32, 3, 8)]
+
+
+def _chunks(rows: int, cols: int, target: Target | None) -> tuple[int, ...]:
+    if target is None or cols < 128:
+        return (1,)
+    # Taking the largest tiles apart twice spills by itself on AMD.
+    return (2, 1) if target.vendor == "hip" and rows * cols > 128 * 256 else (2, 4, 1)
+
+
+def epilogue_registers(program: Program, tile: Tile, target: Target) -> float:
+    """Registers per thread of the accumulator and of what the epilogue of one chunk keeps at once: an estimate.
+
+    Values live from the statement that makes them to the last that reads them; stores and reductions come last. Compilers do
+    better on pure elementwise runs, so that what counts is the order: `Target.headroom` says where spilling begins.
+    """
+    threads = tile.warps * target.warp
+    # Each further B has addresses of its own in the pointer loop.
+    addresses = 32 * (max(len(segment.strips) for segment in program.segments) - 1) if tile.loop == "pointer" else 0
+    live = max(_live_values(program, segment) / len(segment.strips) for segment in program.segments)
+    return tile.rows * tile.cols / threads * (1 + live / tile.chunks) + addresses
+
+
+def _live_values(program: Program, segment: Segment) -> float:
+    """How many values the size of a strip are alive at once, at most."""
+    nodes = segment.nodes
+    last = {id(arg): number for number, node in enumerate(nodes) for arg in node.args}
+    kept = [program.stores[s].pieces[p].value for s, p in segment.stores]
+    kept += [value for s in segment.sinks for value in program.sinks[s].values]
+    last |= {id(node): len(nodes) for node in kept}
+    alive: list[Node] = []
+    most = 0.0
+    for number, node in enumerate(nodes):
+        if node.space.rows and node.space.cols and node.op not in ("acc", "const", "row_index", "col_index"):
+            alive.append(node)
+        most = max(most, sum(each.space.cols / segment.cols for each in alive))
+        alive = [each for each in alive if last.get(id(each), -1) > number]
+    return most
+
+
+def _spills(program: Program, tile: Tile, target: Target) -> bool:
+    """Whether the epilogue is likely to spill registers on such a tile."""
+    return epilogue_registers(program, tile, target) > target.headroom * target.registers_for(tile.warps)
 
 
 @lru_cache(maxsize=1024)
@@ -66,13 +112,18 @@ def candidates(
             refused += reasons
             if not reasons:
                 legal.append(tile)
+    first = len(legal)
+    exact = program.a_dtype == torch.float32 and not program.tf32
     for loop in loops(target, aligned):
-        for m, n, k, stages, warps in _shapes(rows, target):
-            for chunks in (2, 1) if n >= 128 and target is not None else (1,):
+        for m, n, k, stages, warps in _shapes(rows, target, exact):
+            for chunks in _chunks(m, n, target):
                 depth = k * 2 // program.a_dtype.itemsize if target is not None else k
                 tile = Tile(m, n, depth, stages, warps, 8, chunks, loop)
                 reasons = why_not(program, tile, target)
                 refused += reasons
                 if not reasons:
                     legal.append(tile)
+    if target is not None:
+        # A tile that spills is a last resort; otherwise the order stays as it is.
+        legal[first:] = sorted(legal[first:], key=lambda tile: _spills(program, tile, target))
     return tuple(legal), tuple(dict.fromkeys(refused))

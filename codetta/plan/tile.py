@@ -31,7 +31,9 @@ class Tile:
     warps: int = 4
     group: int = 8
     chunks: int = 1
-    loop: str = "pointer"  # pointer, descriptor (persistent, copy engine) or specialised (warp-specialised, Hopper)
+    loop: str = (
+        "pointer"  # pointer, descriptor (persistent, copy engine), specialised or detached (warps with jobs, Hopper)
+    )
     load_slots: int = 0  # of the specialised loop: chunks of operand tiles in flight, per consumer
     store_slots: int = 0  # and of output tiles that have no operand's place to take
     stagger: int = 1  # K steps by which its second consumer runs behind the first
@@ -172,13 +174,14 @@ def _fits(program: Program, tile: Tile, target: Target) -> list[Reason]:
         )
     registers = accumulator_registers(tile, target)
     # Beside the accumulator a thread needs addresses, masks and one chunk of the epilogue's values.
-    if registers > target.registers - 80:
+    limit = target.registers_for(tile.warps)
+    if registers > limit - 80:
         reasons.append(
-            Reason("registers", f"the accumulator takes {registers} of {target.registers} registers per thread")
+            Reason("registers", f"the accumulator takes {registers} of {limit} registers per thread")
         )
     if tile.loop != "pointer" and not target.bulk_copy:
         reasons.append(Reason("copy engine", f"{target.name} has none; use the pointer loop"))
-    if tile.loop == "specialised" and not target.warpgroups:
+    if tile.loop in ("specialised", "detached") and not target.warpgroups:
         reasons.append(Reason("warp specialisation", f"{target.name} has no warpgroup matrix instructions"))
     return reasons
 

@@ -18,6 +18,7 @@ from codetta.plan.tile import Tile
 from codetta.program import Operand, Program, Segment, Store
 
 CONSUMERS = 2  # warpgroups that share a tile, half of its rows each
+SPECIALISED = ("specialised", "detached")  # loops whose warps have different jobs
 MOVABLE = (torch.bfloat16, torch.float16, torch.float32)
 BARRIERS = 1024  # bytes for barriers and the captured arguments of the warp partitions
 
@@ -83,7 +84,9 @@ class SegmentTraffic:
     loads: tuple[Move, ...]
     stores: tuple[Move, ...]
     load_slot: tuple[int, ...]  # of each load
-    store_place: tuple[tuple[str, int], ...]  # of each store: ("x", slot of a load it replaces) or ("y", slot)
+    store_place: tuple[
+        tuple[str, int], ...
+    ]  # of each store: ("x", slot of a load it replaces), ("y", slot), ("acc", strip)
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,13 @@ def traffic(program: Program, tile: Tile) -> Traffic:
         free = dict(zip(load_slot, kinds, strict=True))
         places: list[tuple[str, int]] = []
         lonely: list[tuple[torch.dtype, int]] = []
+        # The detached loop parks the accumulator in shared memory: results can take its place.
+        parked = list(range(len(segment.strips))) if tile.loop == "detached" else []
         for move in (each for each in stores if each):
             kind = (move.dtype, move.width(chunk, segment))
+            if parked and kind == (program.a_dtype, chunk):
+                places.append(("acc", parked.pop(0)))
+                continue
             partner = next((slot for slot, other in free.items() if other == kind), None)
             if partner is not None:
                 del free[partner]
@@ -149,6 +157,11 @@ def why_not_specialised(program: Program, tile: Tile) -> list[Reason]:
         reasons.append(Reason("specialised", "batched products take the descriptor loop"))
     if len({product.layout for product in program.products}) > 1:
         reasons.append(Reason("specialised", "all B operands must be stored the same way"))
+    wide = [store.name for store in program.stores if store.cols and store.dtype.itemsize > 2]
+    if tile.loop == "detached" and wide:
+        reasons.append(
+            Reason("detached", f"{wide[0]} is stored in full precision, which the parked accumulator has not")
+        )
     if program.a_dtype.itemsize != 2:
         reasons.append(Reason("specialised", f"products of {program.a_dtype} take the descriptor loop"))
     if len({len(segment.strips) for segment in program.segments}) > 1:
@@ -175,13 +188,22 @@ def why_not_specialised(program: Program, tile: Tile) -> list[Reason]:
     return list(dict.fromkeys(reasons))
 
 
-def specialised_tiles(program: Program, target: Target, rows: int = 128, cols: int = 256) -> list[Tile]:
-    """Tiles for the specialised loop with rings that fit, the shortest expected epilogue first."""
+def parked_bytes(program: Program, tile: Tile) -> int:
+    """Shared memory in which the detached loop parks a tile's accumulator, rounded to the type of A."""
+    return tile.rows * tile.cols * program.a_dtype.itemsize if tile.loop == "detached" else 0
+
+
+def specialised_tiles(
+    program: Program, target: Target, loop: str = "specialised", rows: int = 128, cols: int = 256
+) -> list[Tile]:
+    """Tiles for a warp-specialised loop with rings that fit, the shortest expected epilogue first."""
+    # Consumers that run their own epilogues have rings of their own.
+    rings = CONSUMERS if loop == "specialised" else 1
     size = program.a_dtype.itemsize
     depth = 128 // size
     options: list[tuple[tuple[float, int], Tile]] = []
     for chunks in (2, 4, 8):
-        base = Tile(rows, cols, depth, 3, 4, 8, chunks, "specialised")
+        base = Tile(rows, cols, depth, 3, 4, 8, chunks, loop)
         if any(base.chunk(segment) < 16 for segment in program.segments):
             continue
         moves = traffic(program, base)
@@ -195,9 +217,10 @@ def specialised_tiles(program: Program, target: Target, rows: int = 128, cols: i
             3 + sum(len(s.nodes) for s in program.segments) / len(program.segments)
         )
         for stages in (4, 3):
-            room = (
-                target.shared - BARRIERS - scratch_bytes(program, base) - stages * (rows + cols) * depth * size
-            ) // CONSUMERS
+            fixed = BARRIERS + scratch_bytes(program, base) + parked_bytes(program, base)
+            room = (target.shared - fixed - stages * (rows + cols) * depth * size) // rings
+            if room < 0:
+                continue
             for x in range(1, chunks + 1) if x_bytes else (0,):
                 for y in range(1, chunks + 1) if y_bytes else (0,):
                     if x * x_bytes + y * y_bytes > room:
