@@ -1,13 +1,26 @@
-"""Settings that every test runs under."""
+"""Settings that every test runs under.
+
+Without a GPU, Triton kernels run in Triton's interpreter; it must be switched on before Triton is imported. Caches are
+private to the session, so that no test sees what an earlier version left behind; workers share those of their parent.
+"""
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
+import shutil
+import tempfile
 
 import torch
 
-from codetta import compiler
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _folder = tempfile.mkdtemp(prefix="codetta-tests-")
+    atexit.register(shutil.rmtree, _folder, ignore_errors=True)
+    os.environ["CODETTA_CACHE"] = os.path.join(_folder, "codetta")
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(_folder, "triton")
 
 # Workers that each start a thread per core stand in one another's way; one process by itself may have them all.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -15,5 +28,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Until there is a CPU backend, calls that do not name one run on the reference.
 if importlib.util.find_spec("codetta.backends.cpu") is None:
+    from codetta import compiler
+
     _load = compiler.load_backend
     compiler.load_backend = lambda name: _load("reference" if name == "cpu" else name)

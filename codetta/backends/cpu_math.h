@@ -92,22 +92,22 @@ INLINE V uniform(I seed, I row, I col) {
 // ---- reductions over n adjacent numbers, in an order of their own ----------------------------------------------------
 
 INLINE V only(V x, int n, float fill) { return where(counted() < n, x, all<V>(fill)); }
-INLINE V sum_over(V total, const float* p, i64 n) {
+template <class T> INLINE V sum_over(V total, const T* p, i64 n) {
   for (i64 j = 0; j < n; j += 16) total += get<V>(p + j, lanes(n - j));
   return total;
 }
-INLINE V max_over(V top, const float* p, i64 n) {
+template <class T> INLINE V max_over(V top, const T* p, i64 n) {
   for (i64 j = 0; j < n; j += 16) top = maximum(top, only(get<V>(p + j, lanes(n - j)), lanes(n - j), -__builtin_inff()));
   return top;
 }
-INLINE V squares_over(V total, const float* p, i64 n, float mean) {
+template <class T> INLINE V squares_over(V total, const T* p, i64 n, float mean) {
   for (i64 j = 0; j < n; j += 16) {
     const V d = only(get<V>(p + j, lanes(n - j)) - all<V>(mean), lanes(n - j), 0.f);
     total += d * d;
   }
   return total;
 }
-INLINE V exponentials_over(V total, const float* p, i64 n, float shift) {
+template <class T> INLINE V exponentials_over(V total, const T* p, i64 n, float shift) {
   for (i64 j = 0; j < n; j += 16) total += only(exponential(get<V>(p + j, lanes(n - j)) - all<V>(shift)), lanes(n - j), 0.f);
   return total;
 }
@@ -115,12 +115,12 @@ INLINE V exponentials_over(V total, const float* p, i64 n, float shift) {
 INLINE float finite_or_zero(float x) { return x - x == 0.f ? x : 0.f; }
 INLINE V finite_or_zero(V x) { return where(x - x == all<V>(0.f), x, all<V>(0.f)); }
 
-static float group_sum(const float* p, i64 step, i64 rows, i64 cols) {
+template <class T> static float group_sum(const T* p, i64 step, i64 rows, i64 cols) {
   V total = all<V>(0.f);
   for (i64 r = 0; r < rows; r++) total = sum_over(total, p + r * step, cols);
   return sum_of(total);
 }
-static float group_max(const float* p, i64 step, i64 rows, i64 cols) {
+template <class T> static float group_max(const T* p, i64 step, i64 rows, i64 cols) {
   V top = all<V>(-__builtin_inff());
   for (i64 r = 0; r < rows; r++) top = max_over(top, p + r * step, cols);
   return max_of(top);

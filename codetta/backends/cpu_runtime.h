@@ -86,7 +86,6 @@ INLINE I whole(B x) { return -__builtin_convertvector(x, I); }
 INLINE B truth(B x) { return x; }
 INLINE B truth(V x) { return x != all<V>(0.f); }
 INLINE B truth(I x) { return __builtin_convertvector(x != all<I>(0), B); }
-INLINE B truth(W x) { return __builtin_convertvector((I)x, B); }  // of a comparison of I
 INLINE B is_nan(V x) { return x != x; }
 
 // ---- conversions: exact to fp32, rounded to nearest even from it -----------------------------------------------------

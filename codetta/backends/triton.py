@@ -85,7 +85,7 @@ class TritonBackend:
         target: of another device than the tensors are on, to see or compile what would run there.
         """
         target = target or device_target(binding.a.device)
-        tiles, refused = candidates(program, bucket(binding.rows), target, _aligned(program, binding))
+        tiles, refused = candidates(program, bucket(binding.rows), target, aligned(program, binding))
         fitting, reasons = [], list(refused)
         for tile in tiles:
             found = _why_not_specialised(program, binding, tile) if tile.loop in SPECIALISED else []
@@ -196,10 +196,10 @@ def load(text: str, name: str) -> ModuleType:
 
 def tune_key(program: Program, binding: Binding) -> TuneKey:
     """Under what the tile of such a call is remembered."""
-    return TuneKey(program, binding.a.device, bucket(binding.rows), _aligned(program, binding))
+    return TuneKey(program, binding.a.device, bucket(binding.rows), aligned(program, binding))
 
 
-def _aligned(program: Program, binding: Binding) -> bool:
+def aligned(program: Program, binding: Binding) -> bool:
     """Whether the copy engine can address A and every B."""
     for tensor, batched in ((binding.a, False), *((b, program.batched) for b in binding.b)):
         step = max(tensor.stride()[-2:])

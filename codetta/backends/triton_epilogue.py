@@ -281,6 +281,7 @@ class EpilogueWriter:
     def _load(self, node: Node) -> str:
         operand = self.program.operand(node.attr("name"))
         name, kind = f"in_{operand.name}", "" if node.op == "load_int" else ".to(tl.float32)"
+        zero = "0.0" if operand.dtype.is_floating_point else "0"  # no whole number converts to fp8
         if operand.stat:
             return self._finish(node, operand)
         if operand.rows == "none" and not operand.cols:
@@ -291,15 +292,15 @@ class EpilogueWriter:
         if operand.period:
             column = f"{column} % {operand.period}"
         if operand.rows == "none":
-            mask = f", mask={column_ok}, other=0" if column_ok else ""
+            mask = f", mask={column_ok}, other={zero}" if column_ok else ""
             return f"tl.load({name}_ptr + {column}{mask}){kind}"
         row, row_ok = self._row(operand.group, cols)
         mask = f"{row_ok} & {column_ok}" if column_ok else row_ok
         if not cols:
-            return f"tl.load({name}_ptr + {row}, mask={row_ok}, other=0){kind}"
+            return f"tl.load({name}_ptr + {row}, mask={row_ok}, other={zero}){kind}"
         if operand.layout != "rows":
             address = self._head_address(f"{name}_ptr", f"{name}_", row, column, operand.head)
-            return f"tl.load({address}, mask={mask}, other=0){kind}"
+            return f"tl.load({address}, mask={mask}, other={zero}){kind}"
         match operand.rows:
             case "sample":
                 row = f"({row} // {name}_span)"
@@ -307,7 +308,7 @@ class EpilogueWriter:
                 row = f"({row} % {name}_span)"
             case "index":
                 row = f"tl.load(in_{operand.row_index}_ptr + {row}, mask={row_ok}, other=0)"
-        return f"tl.load({name}_ptr + {row}.to(tl.int64) * {name}_stride + {column}, mask={mask}, other=0){kind}"
+        return f"tl.load({name}_ptr + {row}.to(tl.int64) * {name}_stride + {column}, mask={mask}, other={zero}){kind}"
 
     def _finish(self, node: Node, operand: Operand) -> str:
         place = f"in_{operand.name}_ptr, in_{operand.name}_tiles, M, row, row_ok"

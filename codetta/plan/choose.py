@@ -14,11 +14,12 @@ from codetta.errors import Reason
 from codetta.ir.graph import Node
 from codetta.plan.target import Target
 from codetta.plan.tile import Tile, why_not
-from codetta.plan.traffic import specialised_tiles, why_not_specialised
+from codetta.plan.traffic import CONSUMERS, SPECIALISED, specialised_tiles, why_not_specialised
 from codetta.program import Program, Segment
 
 # Buckets of M: within one, the same tile serves. Upper ends; above the last is one more bucket.
 BUCKETS = (16, 64, 256, 1024, 4096)
+SMALL_SPILL = 128  # registers that the specialised loop may lack and still be the best guess
 
 
 def bucket(rows: int) -> int:
@@ -41,7 +42,7 @@ def _shapes(rows: int, target: Target | None, exact: bool = False) -> list[tuple
     if target is None:  # the interpreter: small, so that ragged edges and several tiles occur
         return [(32, 32, 32, 2, 4), (32, 64, 32, 2, 4), (32, 128, 32, 2, 4), (32, 256, 32, 2, 4)]
     if exact:
-        return [(64, 64, 32, 2, 8), (64, 128, 32, 2, 8), (32, 64, 32, 2, 8), (32, 128, 32, 2, 8), (16, 256, 32, 2, 8)]
+        return [(64, 64, 32, 2, 8), (32, 128, 32, 2, 8), (32, 64, 32, 2, 8), (64, 128, 32, 2, 8), (16, 256, 32, 2, 8)]
     if rows and rows <= 16:
         return [(16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 256, 64, 3, 4)]
     if rows and rows <= 64:
@@ -50,6 +51,8 @@ def _shapes(rows: int, target: Target | None, exact: bool = False) -> list[tuple
     if target.vendor == "hip":
         small = [(256, 128, 32, 2, 8), (128, 128, 32, 2, 4), (128, 128, 32, 2, 8), (64, 128, 32, 2, 4)]
         return small[1:] if rows and rows <= 256 else [(256, 256, 32, 2, 8), *small]
+    if not target.bulk_copy:
+        small = small[1:]  # deeper steps take too many registers for addresses
     if rows and rows <= 256:
         return [*small, (64, 256, 32, 3, 8)]
     if target.shared > 200_000:
@@ -70,9 +73,9 @@ def epilogue_registers(program: Program, tile: Tile, target: Target) -> float:
     Values live from the statement that makes them to the last that reads them; stores and reductions come last. Compilers do
     better on pure elementwise runs, so that what counts is the order: `Target.headroom` says where spilling begins.
     """
-    threads = tile.warps * target.warp
+    threads = (4 * CONSUMERS if tile.loop in SPECIALISED else tile.warps) * target.warp
     # Each further B has addresses of its own in the pointer loop.
-    addresses = 32 * (max(len(segment.strips) for segment in program.segments) - 1) if tile.loop == "pointer" else 0
+    addresses = 64 * (max(len(segment.strips) for segment in program.segments) - 1) if tile.loop == "pointer" else 0
     live = max(_live_values(program, segment) / len(segment.strips) for segment in program.segments)
     return tile.rows * tile.cols / threads * (1 + live / tile.chunks) + addresses
 
@@ -94,9 +97,12 @@ def _live_values(program: Program, segment: Segment) -> float:
     return most
 
 
-def _spills(program: Program, tile: Tile, target: Target) -> bool:
-    """Whether the epilogue is likely to spill registers on such a tile."""
-    return epilogue_registers(program, tile, target) > target.headroom * target.registers_for(tile.warps)
+def _excess(program: Program, tile: Tile, target: Target) -> float:
+    """By how many registers the epilogue is likely to spill on such a tile."""
+    # Consumers of the specialised loop take most of the registers of the block, and handle a chunk row by row.
+    share = 1.25 if tile.loop in SPECIALISED else target.headroom
+    allowed = share * target.registers_for(8 if tile.loop in SPECIALISED else tile.warps)
+    return max(epilogue_registers(program, tile, target) - allowed, 0.0)
 
 
 @lru_cache(maxsize=1024)
@@ -125,5 +131,8 @@ def candidates(
                     legal.append(tile)
     if target is not None:
         # A tile that spills is a last resort; otherwise the order stays as it is.
-        legal[first:] = sorted(legal[first:], key=lambda tile: _spills(program, tile, target))
+        for part in (slice(0, first), slice(first, None)):
+            legal[part] = sorted(legal[part], key=lambda tile: _excess(program, tile, target))
+        # The specialised loop comes first even where it spills a little, not where the epilogue is far too large for it.
+        legal.sort(key=lambda tile: tile.loop in SPECIALISED and _excess(program, tile, target) > SMALL_SPILL)
     return tuple(legal), tuple(dict.fromkeys(refused))

@@ -36,7 +36,7 @@ class Tile:
     )
     load_slots: int = 0  # of the specialised loop: chunks of operand tiles in flight, per consumer
     store_slots: int = 0  # and of output tiles that have no operand's place to take
-    stagger: int = 1  # K steps by which its second consumer runs behind the first
+    stagger: int = 0  # K steps by which its second consumer runs behind the first
 
     def strip(self, segment: Segment) -> int:
         """Columns of one strip in the tile; a power of two, so three strips take the room of four."""
@@ -176,9 +176,7 @@ def _fits(program: Program, tile: Tile, target: Target) -> list[Reason]:
     # Beside the accumulator a thread needs addresses, masks and one chunk of the epilogue's values.
     limit = target.registers_for(tile.warps)
     if registers > limit - 80:
-        reasons.append(
-            Reason("registers", f"the accumulator takes {registers} of {limit} registers per thread")
-        )
+        reasons.append(Reason("registers", f"the accumulator takes {registers} of {limit} registers per thread"))
     if tile.loop != "pointer" and not target.bulk_copy:
         reasons.append(Reason("copy engine", f"{target.name} has none; use the pointer loop"))
     if tile.loop in ("specialised", "detached") and not target.warpgroups:

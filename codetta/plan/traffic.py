@@ -178,8 +178,8 @@ def why_not_specialised(program: Program, tile: Tile) -> list[Reason]:
             if node.space.rows > 1:
                 reasons.append(Reason("specialised", f"{node.op}: groups of rows cross threads"))
             if node.op in ("group_sum", "group_max", "spread"):
-                wide = node.args[0] if node.op != "spread" else node
-                if chunk * wide.space.cols // segment.cols != node.attr("cols"):
+                grouped = node.args[0] if node.op != "spread" else node
+                if chunk * grouped.space.cols // segment.cols != node.attr("cols"):
                     reasons.append(
                         Reason("specialised", f"{node.op}: a chunk must be one group of {node.attr('cols')} columns")
                     )
@@ -193,17 +193,53 @@ def parked_bytes(program: Program, tile: Tile) -> int:
     return tile.rows * tile.cols * program.a_dtype.itemsize if tile.loop == "detached" else 0
 
 
-def specialised_tiles(
-    program: Program, target: Target, loop: str = "specialised", rows: int = 128, cols: int = 256
-) -> list[Tile]:
-    """Tiles for a warp-specialised loop with rings that fit, the shortest expected epilogue first."""
+def specialised_tiles(program: Program, target: Target) -> list[Tile]:
+    """Tiles for the warp-specialised loops, best guess first.
+
+    The detached loop hides whatever the epilogue does, at the price of parking the accumulator and narrower matrix
+    instructions, which cost some per cent of the main loop. Where the lines cross was measured on an H200 (docs/log.md).
+    """
+    steps = -(-program.k * program.a_dtype.itemsize // 128)
+    attached, detached = ring_tiles(program, target, "specialised"), ring_tiles(program, target, "detached")
+    if attached and exposed_cycles(program, attached[0]) > 2300 + 0.028 * STEP_CYCLES * steps:
+        return detached + attached
+    return attached + detached
+
+
+STEP_CYCLES = 1024  # of the tensor cores for one K step of a 128 x 256 tile
+CYCLES = {"exp": 8, "sigmoid": 16, "tanh": 24, "erf": 24, "div": 10, "log": 8, "sqrt": 10, "rsqrt": 8, "random": 40}
+
+# Column reductions cross the warps through shared memory.
+SINK_CYCLES = {"row_sum": 2, "row_max": 2, "row_moments": 6, "row_lse": 18, "col_sum": 12, "col_max": 12}
+
+
+def exposed_cycles(program: Program, tile: Tile) -> float:
+    """A rough count of the cycles that a tile's epilogue takes when nothing runs beside it."""
+    total = 0.0
+    for segment in program.segments:
+        for node in segment.nodes:
+            # 128 lanes; ops that go through the special function unit take longer, loads go through shared memory.
+            per_element = 4 if node.op == "load" else 0 if node.op in ("acc", "const") else CYCLES.get(node.op, 1)
+            elements = tile.rows * tile.strip(segment) * node.space.cols / segment.cols if node.space.rows else 0
+            total += per_element * elements / 128
+        total += sum(4 * tile.rows * tile.strip(segment) / 128 for _ in segment.stores)
+        for index in segment.sinks:
+            per_element = SINK_CYCLES[program.sinks[index].op]
+            total += sum(per_element * tile.rows * tile.strip(segment) / 128 for _ in program.sinks[index].values)
+    return total / len(program.segments)
+
+
+def ring_tiles(program: Program, target: Target, loop: str, rows: int = 128, cols: int = 256) -> list[Tile]:
+    """Tiles of one loop with the best rings that fit for each number of chunks and stages, shortest epilogue first."""
     # Consumers that run their own epilogues have rings of their own.
     rings = CONSUMERS if loop == "specialised" else 1
     size = program.a_dtype.itemsize
     depth = 128 // size
     options: list[tuple[tuple[float, int], Tile]] = []
     for chunks in (2, 4, 8):
-        base = Tile(rows, cols, depth, 3, 4, 8, chunks, loop)
+        # Many tile columns: visiting more rows of tiles between them keeps B in L2 longer.
+        many = sum(-(-product.cols // cols) for product in program.products) >= 32
+        base = Tile(rows, cols, depth, 3, 4, 16 if many else 8, chunks, loop)
         if any(base.chunk(segment) < 16 for segment in program.segments):
             continue
         moves = traffic(program, base)
@@ -230,7 +266,11 @@ def specialised_tiles(
                     penalty = 1.0 if stages == 4 else 1.3
                     tile = replace(base, stages=stages, load_slots=x, store_slots=y)
                     options.append(((cycles * penalty, -x - y), tile))
-    return [tile for _, tile in sorted(options, key=lambda option: option[0])]
+    best: dict[tuple[int, int], Tile] = {}
+    for _, tile in sorted(options, key=lambda option: option[0]):
+        best.setdefault((tile.chunks, tile.stages), tile)
+    # Beside the main loop, fine chunks keep more loads in flight and need fewer registers.
+    return sorted(best.values(), key=lambda tile: -tile.chunks) if loop == "detached" else list(best.values())
 
 
 def scratch_bytes(program: Program, tile: Tile) -> int:

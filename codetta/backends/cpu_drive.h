@@ -1,0 +1,307 @@
+// The second half of cpu_gemm.cpp: which work there is, who does it and in what memory.
+//
+// Rows are taken in tiles (partials of column reductions, the unit of division among threads), tiles in blocks (what an
+// epilogue sees), blocks in strips of MR. All three depend on the program alone, never on the number of threads.
+#pragma once
+
+#ifdef _OPENMP
+static inline int thread_number() { return omp_get_thread_num(); }
+#else
+static inline int thread_number() { return 0; }
+#endif
+
+// Grows and is kept, for each thread that calls: pages are expensive to get anew.
+struct Workspace {
+  char* memory = nullptr;
+  size_t size = 0;
+  char* get(size_t wanted) {
+    if (wanted <= size) return memory;
+    release();
+    size = (wanted + (4u << 20) - 1) & ~(size_t)((2u << 20) - 1);
+#if defined(__linux__)
+    void* got = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    memory = got == MAP_FAILED ? nullptr : (char*)got;
+    if (memory) madvise(memory, size, MADV_HUGEPAGE);
+#else
+    void* got = nullptr;
+    memory = posix_memalign(&got, 4096, size) ? nullptr : (char*)got;
+#endif
+    if (!memory) size = 0;
+    return memory;
+  }
+  void release() {
+#if defined(__linux__)
+    if (memory) munmap(memory, size);
+#else
+    free(memory);
+#endif
+    memory = nullptr;
+    size = 0;
+  }
+  ~Workspace() { release(); }
+};
+static thread_local Workspace workspace;
+
+enum Way { PACKED, DOTS, STREAM };
+// Up to how many rows reading B in place beats packing it: measured on Zen 4, 2026-10, at K 1024 and 2816.
+enum { DOTS_ROWS = 16, STREAM_ROWS = sizeof(T) == 4 ? 12 : PER_WORD == 2 ? 2 : 6 };
+enum { PACKED_ROWS = 2048, STREAM_COLS = 1024 };
+
+static Way way_of(const Plan& plan, const Segment& segment, i64 rows) {
+  bool adjacent_k = !plan.a_transposed, adjacent_n = true;
+  for (i64 s = 0; s < segment.count; s++) {
+    const Strip& strip = segment.strips[s];
+    const bool transposed = plan.b_transposed[strip.product];
+    adjacent_k &= !transposed;
+    adjacent_n &= transposed && strip.run >= segment.cols;
+  }
+  if (adjacent_k && rows <= DOTS_ROWS) return DOTS;
+  if (adjacent_n && rows <= STREAM_ROWS) return STREAM;
+  return PACKED;
+}
+
+struct Work {
+  const Plan& plan;
+  const i64* args;
+  i64 batch, first, end;              // rows of this batch entry
+  i64 block, blocks, strips;          // rows of a block, blocks of a row tile, strips of a block
+  i64 threads;
+  const uint32_t* a_packed;
+  const float* a_wide;                // fp32, adjacent in k
+  const float* stats;
+
+  const T* a_row(i64 row) const {
+    const i64 at = batch * args[ROWS_PER_BATCH] + row;
+    return (const T*)args[A_POINTER] + at * (plan.a_transposed ? 1 : args[A_STEP]);
+  }
+  i64 a_k_step() const { return plan.a_transposed ? args[A_STEP] : 1; }
+  i64 b_step(const Strip& strip) const { return args[FIRST_B + 3 * strip.product + 1]; }
+  const T* b_col(const Strip& strip, i64 j) const {
+    const i64* b = args + FIRST_B + 3 * strip.product;
+    const i64 col = framed(j, strip.index, strip.run, strip.block);
+    return (const T*)b[0] + batch * b[2] + col * (plan.b_transposed[strip.product] ? 1 : b[1]);
+  }
+  i64 row_tiles() const { return up(end - first, plan.row_tile); }
+  i64 strips_of_tile() const { return blocks * strips; }
+
+  void pack_a(i64 number, uint32_t* to) const {
+    const i64 tile = number / strips_of_tile(), within = number % strips_of_tile();
+    const i64 in_block = within % strips * MR, in_tile = within / strips * block + in_block;
+    const i64 row = first + tile * plan.row_tile + in_tile;
+    const i64 count = least(least(MR, block - in_block), least(plan.row_tile - in_tile, end - row));
+    if (count <= 0) return;
+    const T* lane[MR];
+    for (i64 i = 0; i < count; i++) lane[i] = a_row(row + i);
+    pack<MR>(lane, a_k_step(), plan.a_transposed, count, plan.k, to + number * MR * words(plan.k));
+  }
+  static i64 width(const Segment& segment) { return up(segment.panel, NR) * NR; }
+  i64 panel_words(const Segment& segment) const { return segment.count * width(segment) * words(plan.k); }
+  void pack_b(const Segment& segment, i64 panel, uint32_t* to) const {
+    const i64 col = panel * segment.panel, cols = least(segment.panel, segment.cols - col);
+    for (i64 s = 0; s < segment.count; s++)
+      for (i64 j = 0; j < cols; j += NR) {
+        const Strip& strip = segment.strips[s];
+        const i64 count = least(NR, cols - j);
+        const T* lane[NR];
+        for (i64 i = 0; i < count; i++) lane[i] = b_col(strip, col + j + i);
+        const bool transposed = plan.b_transposed[strip.product];
+        const bool side_by_side = transposed && lane[count - 1] - lane[0] == count - 1;
+        pack<NR>(lane, transposed ? b_step(strip) : 1, side_by_side, count, plan.k, to + (s * width(segment) + j) * words(plan.k));
+      }
+  }
+  // One block of rows of one panel, into strips of `ld` columns.
+  void multiply_block(const Segment& segment, Way way, i64 panel, i64 row, i64 rows, const uint32_t* a, const uint32_t* b, float* to, i64 ld) const {
+    const i64 col = panel * segment.panel, cols = least(segment.panel, segment.cols - col), n = words(plan.k);
+    for (i64 s = 0; s < segment.count; s++) {
+      float* mine = to + s * width(segment);
+      const Strip& strip = segment.strips[s];
+      if (way == DOTS) {
+        for (i64 j = 0; j < cols;) {
+          const i64 adjacent = least(cols - j, strip.run - (col + j) % strip.run);
+          dot_rows(rows, plan.k, a_row(row), args[A_STEP], b_col(strip, col + j), b_step(strip), adjacent, mine + j, ld);
+          j += adjacent;
+        }
+        continue;
+      }
+      for (i64 r = 0; r < rows; r += MR)
+        for (i64 j = 0; j < cols; j += NR)
+          multiply_rows(least(MR, rows - r), n, a + r * n, b + (s * width(segment) + j) * n, mine + r * ld + j, ld);
+    }
+  }
+  // All blocks of some row tiles of one panel, through the epilogue.
+  void run_panel(const Segment& segment, Way way, i64 panel, i64 tile0, i64 tile1, const uint32_t* b, float* to, char* room) const {
+    Place at;
+    at.panel = panel;
+    at.panels = up(segment.cols, segment.panel);
+    at.col = panel * segment.panel;
+    at.cols = least(segment.panel, segment.cols - at.col);
+    at.batch = batch;
+    at.ld = segment.count * width(segment);
+    at.room = room;
+    at.stats = stats;
+    for (i64 s = 0; s < segment.count; s++) at.acc[s] = to + s * width(segment);
+    for (i64 tile = tile0; tile < tile1; tile++)
+      for (i64 in_tile = 0; in_tile < plan.row_tile; in_tile += block) {
+        const i64 row = first + tile * plan.row_tile + in_tile;
+        if (row >= end) break;
+        at.rows = least(block, least(plan.row_tile - in_tile, end - row));
+        at.row = batch * args[ROWS_PER_BATCH] + row;
+        at.row_tile = first / plan.row_tile + tile;
+        at.first = in_tile == 0;
+        const i64 strip = (tile * blocks + in_tile / block) * strips;
+        multiply_block(segment, way, panel, row, at.rows, a_packed + strip * MR * words(plan.k), b, to, at.ld);
+        segment.epilogue(at, args);
+      }
+  }
+  // A range of panels of a stream: the product of all their columns first, then panel by panel through the epilogue.
+  void run_stream(const Segment& segment, i64 panel0, i64 panel1, float* to, char* room) const {
+    const i64 col0 = panel0 * segment.panel, cols = least(panel1 * segment.panel, segment.cols) - col0, rows = end - first;
+    const i64 ld = up(cols, 16) * 16;
+    for (i64 s = 0; s < segment.count; s++) {
+      const Strip& strip = segment.strips[s];
+      stream_rows(rows, plan.k, a_wide, b_col(strip, col0), b_step(strip), cols, to + s * rows * ld, ld);
+    }
+    Place at;
+    at.panels = up(segment.cols, segment.panel);
+    at.batch = batch;
+    at.ld = ld;
+    at.room = room;
+    at.stats = stats;
+    at.row_tile = 0;
+    for (at.panel = panel0; at.panel < panel1; at.panel++) {
+      at.col = at.panel * segment.panel;
+      at.cols = least(segment.panel, segment.cols - at.col);
+      for (i64 r = 0; r < rows; r += block) {
+        for (i64 s = 0; s < segment.count; s++) at.acc[s] = to + (s * rows + r) * ld + at.col - col0;
+        at.rows = least(block, rows - r);
+        at.row = batch * args[ROWS_PER_BATCH] + r;
+        at.first = r == 0;
+        segment.epilogue(at, args);
+      }
+    }
+  }
+};
+
+static i64 at_least_of(i64 x, i64 y) { return x > y ? x : y; }
+static size_t aligned(size_t bytes) { return (bytes + 4095) & ~(size_t)4095; }
+
+// Rows first to end of one batch entry. False: no memory.
+static bool run_rows(const Plan& plan, const i64* args, i64 batch, i64 first, i64 end, float* stats, bool finish) {
+  const i64 all_rows = args[ROWS_PER_BATCH], threads = args[THREADS], k_words = words(plan.k);
+  // Few rows fit one block, and B need not be read again for the last of them.
+  const i64 block = plan.row_block ? plan.row_block : all_rows <= DOTS_ROWS ? all_rows : MR;
+  Work work = {plan, args, batch, first, end, block, up(plan.row_tile, block), up(block, MR), threads, nullptr, nullptr, stats};
+  bool any_packed = false, any_stream = false;
+  i64 panels = 0, tile_bytes = 0, room = 0, b_bytes = 0, all_b_bytes = 0, stream_bytes = 0;
+  for (i64 s = 0; s < plan.count; s++) {
+    const Segment& segment = plan.segments[s];
+    const Way way = way_of(plan, segment, all_rows);
+    any_packed |= way == PACKED;
+    any_stream |= way == STREAM;
+    const i64 mine = up(segment.cols, segment.panel);
+    panels += mine;
+    const i64 rows = at_least_of(work.strips * MR, block);
+    tile_bytes = at_least_of(tile_bytes, (rows * segment.count * Work::width(segment) + 64) * 4);
+    room = at_least_of(room, segment.room);
+    if (way == STREAM) stream_bytes = at_least_of(stream_bytes, (segment.count * all_rows * (STREAM_COLS + segment.panel + 16) + 64) * 4);
+    if (way == PACKED) {
+      b_bytes = at_least_of(b_bytes, work.panel_words(segment) * 4);
+      all_b_bytes += mine * work.panel_words(segment) * 4;
+    }
+  }
+  // Panels alone keep the threads busy unless they are few: then rows are divided too, and B is packed once, for all.
+  const i64 tiles = work.row_tiles();
+  i64 parts = threads > 1 && panels < 4 * threads ? least(up(4 * threads, panels), tiles) : 1;
+  const bool shared = parts > 1 && any_packed;
+  const size_t a_size = aligned(any_packed ? tiles * work.strips_of_tile() * MR * k_words * 4 : 0);
+  const size_t wide_size = aligned(any_stream ? (end - first) * plan.k * 4 : 0), b_size = aligned(shared ? all_b_bytes : b_bytes);
+  const size_t tile_size = aligned(at_least_of(tile_bytes, stream_bytes)), room_size = aligned(room);
+  const size_t per_thread = tile_size + room_size + (shared ? 0 : b_size);
+  char* memory = workspace.get(a_size + wide_size + (shared ? b_size : 0) + threads * per_thread);
+  if (!memory) return false;
+  uint32_t* const a_packed = (uint32_t*)memory;
+  float* const a_wide = (float*)(memory + a_size);
+  uint32_t* const b_shared = (uint32_t*)(memory + a_size + wide_size);
+  char* const mine = memory + a_size + wide_size + (shared ? b_size : 0);
+  work.a_packed = a_packed;
+  work.a_wide = a_wide;
+  const i64 tiles_of_part = up(tiles, parts);
+  const i64 count = plan.count;
+
+#pragma omp parallel num_threads(threads)
+  {
+    char* const own = mine + thread_number() * per_thread;
+    float* const tile = (float*)own;
+    char* const room_here = own + tile_size;
+    uint32_t* const b_own = (uint32_t*)(own + tile_size + room_size);
+    if (finish && plan.stats) {
+#pragma omp for schedule(static) nowait
+      for (i64 m = 0; m < args[ROWS]; m += 64) plan.finish(args, m, least(m + 64, args[ROWS]), stats);
+    }
+    if (any_packed) {
+#pragma omp for schedule(static) nowait
+      for (i64 s = 0; s < tiles * work.strips_of_tile(); s++) work.pack_a(s, a_packed);
+    }
+    if (any_stream) {
+#pragma omp for schedule(static) nowait
+      for (i64 r = 0; r < end - first; r++)
+        for (i64 k = 0; k < plan.k; k++) a_wide[r * plan.k + k] = get<V>(work.a_row(first + r) + k * work.a_k_step(), 1)[0];
+    }
+    if (shared) {
+      uint32_t* to = b_shared;
+      for (i64 s = 0; s < count; s++) {
+        const Segment& segment = plan.segments[s];
+        if (way_of(plan, segment, all_rows) != PACKED) continue;
+        const i64 mine_here = up(segment.cols, segment.panel);
+#pragma omp for schedule(static) nowait
+        for (i64 p = 0; p < mine_here; p++) work.pack_b(segment, p, to + p * work.panel_words(segment));
+        to += mine_here * work.panel_words(segment);
+      }
+    }
+    if ((finish && plan.stats) || any_packed || any_stream) {
+#pragma omp barrier
+    }
+    const uint32_t* b = b_shared;
+    for (i64 s = 0; s < count; s++) {
+      const Segment& segment = plan.segments[s];
+      const Way way = way_of(plan, segment, all_rows);
+      const i64 mine_here = up(segment.cols, segment.panel);
+      if (way == STREAM) {
+        const i64 together = at_least_of(least(STREAM_COLS, up(segment.cols, 2 * threads)) / segment.panel, 1);
+#pragma omp for schedule(dynamic, 1) nowait
+        for (i64 p = 0; p < mine_here; p += together) work.run_stream(segment, p, least(p + together, mine_here), tile, room_here);
+        continue;
+      }
+      const i64 panel_size = work.panel_words(segment), parts_here = way == PACKED ? parts : 1;
+      const i64 tiles_here = way == PACKED ? tiles_of_part : tiles;
+#pragma omp for schedule(dynamic, 1) nowait
+      for (i64 job = 0; job < mine_here * parts_here; job++) {
+        const i64 p = job / parts_here, part = job % parts_here;
+        const uint32_t* panel = b + p * panel_size;
+        if (way == PACKED && !shared) {
+          work.pack_b(segment, p, b_own);
+          panel = b_own;
+        }
+        work.run_panel(segment, way, p, part * tiles_here, least((part + 1) * tiles_here, tiles), panel, tile, room_here);
+      }
+      if (shared && way == PACKED) b += mine_here * panel_size;
+    }
+  }
+  return true;
+}
+
+static thread_local Workspace finished;
+
+// 0, or what went wrong: 1 no memory.
+extern "C" __attribute__((visibility("default"))) int codetta_run(const Plan* plan, const i64* args) {
+  float* stats = nullptr;
+  if (plan->stats && !(stats = (float*)finished.get((plan->stats * args[ROWS] + 16) * 4))) return 1;
+  const i64 at_once = at_least_of(PACKED_ROWS / plan->row_tile, 1) * plan->row_tile;
+  bool finish = true;
+  for (i64 batch = 0; batch < args[BATCH]; batch++)
+    for (i64 row = 0; row < args[ROWS_PER_BATCH]; row += at_once) {
+      if (!run_rows(*plan, args, batch, row, least(row + at_once, args[ROWS_PER_BATCH]), stats, finish)) return 1;
+      finish = false;
+    }
+  return 0;
+}

@@ -1,0 +1,286 @@
+// The main loop of every program, compiled once for each element type (-DELEMENT=float, bf16 or f16).
+//
+//   C[m, n] = sum over k of A[m, k] * B[n, k], accumulated in fp32 over the whole of K, in registers
+//
+// A is packed into strips of MR rows and B into strips of NR columns, as 32-bit words [k][lane]: one fp32 each, or two
+// bf16 where the processor multiplies those. A block of rows x one panel of columns is made in L1 or L2 and handed to the
+// epilogue. Few rows are not worth packing: there B is read in place, row by row (K adjacent) or as a stream (N adjacent).
+// How the work is divided among threads changes no bit of the result.
+#include <stdlib.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+#include "cpu_runtime.h"
+
+typedef ELEMENT T;
+
+#ifdef CODETTA_AVX512
+enum { NV = 2, MR = 14, DOT_ROWS = 4, DOT_COLS = 4 };
+#define PREFETCH(p) _mm_prefetch((const char*)(p), _MM_HINT_T0)
+#else
+enum { NV = 1, MR = 6, DOT_ROWS = 2, DOT_COLS = 2 };
+#define PREFETCH(p) __builtin_prefetch((const char*)(p))
+#endif
+enum { NR = 16 * NV };
+#if defined(__AVX512BF16__) && defined(CODETTA_AVX512)
+template <class E> struct PerWord { enum { value = 1 }; };
+template <> struct PerWord<bf16> { enum { value = 2 }; };
+#else
+template <class E> struct PerWord { enum { value = 1 }; };
+#endif
+enum { PER_WORD = PerWord<T>::value };
+
+static inline i64 least(i64 x, i64 y) { return x < y ? x : y; }
+static inline i64 up(i64 x, i64 to) { return (x + to - 1) / to; }
+static inline i64 words(i64 k) { return up(k, PER_WORD); }
+
+// ---- words: 16 of them, multiplied and added -------------------------------------------------------------------------
+
+#ifdef CODETTA_AVX512
+typedef __m512i Words;
+INLINE Words words_at(const float* p, i64 n) { return n >= 16 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi32((__mmask16)((1u << n) - 1), p); }
+INLINE __m256i halves_at(const void* p, i64 n) { return n >= 16 ? _mm256_loadu_si256((const __m256i*)p) : _mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p); }
+INLINE Words words_at(const f16* p, i64 n) { return _mm512_castps_si512(_mm512_cvtph_ps(halves_at(p, n))); }
+#if defined(__AVX512BF16__)
+INLINE Words words_at(const bf16* p, i64 n) { return n >= 32 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((__mmask32)((1ull << n) - 1), p); }
+#else
+INLINE Words words_at(const bf16* p, i64 n) { return _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves_at(p, n)), 16); }
+#endif
+template <int P> struct Multiply { INLINE V add(V c, Words a, Words b) { return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), c); } };
+#if defined(__AVX512BF16__)
+template <> struct Multiply<2> { INLINE V add(V c, Words a, Words b) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); } };
+#endif
+INLINE Words same_word(uint32_t w) { return _mm512_set1_epi32((int)w); }
+INLINE Words packed_words(const uint32_t* p) { return _mm512_load_si512(p); }
+#else
+typedef V Words;
+template <class E> INLINE Words words_at(const E* p, i64 n) { return get<V>(p, lanes(n)); }
+template <int P> struct Multiply { INLINE V add(V c, Words a, Words b) { return c + a * b; } };
+INLINE Words same_word(uint32_t w) { return all<V>(bits<float>(w)); }
+INLINE Words packed_words(const uint32_t* p) { V v; memcpy(&v, p, sizeof v); return v; }
+#endif
+
+// ---- packing ---------------------------------------------------------------------------------------------------------
+
+// The word of elements k and on of a lane, k_step apart.
+static inline uint32_t word_of(const T* p, i64 k_step, i64 left) {
+  if (PER_WORD == 2) {
+    uint16_t pair[2] = {0, 0};
+    memcpy(&pair[0], p, 2);
+    if (left > 1) memcpy(&pair[1], p + k_step, 2);
+    return bits<uint32_t>(pair[0] | (uint32_t)pair[1] << 16);
+  }
+  const float x = get<V>(p, 1)[0];
+  return bits<uint32_t>(x);
+}
+
+#ifdef CODETTA_AVX512
+INLINE void transpose(__m512i r[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int j = 0; j < 4; j++) {
+    t[j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88);
+    t[4 + j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
+    t[8 + j] = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
+    t[12 + j] = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
+  }
+  for (int j = 0; j < 4; j++) {
+    r[j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0x88);
+    r[8 + j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0xdd);
+    r[4 + j] = _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0x88);
+    r[12 + j] = _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0xdd);
+  }
+}
+// Lanes whose elements are adjacent in k: 16 x 16 words at a time are transposed in registers.
+template <int WIDTH> static void pack_by_lane(const T* const* lane, i64 count, i64 k, uint32_t* __restrict to) {
+  const i64 all_words = words(k);
+  for (i64 c0 = 0; c0 < WIDTH; c0 += 16) {
+    const i64 here = count - c0 < 0 ? 0 : least(count - c0, 16);
+    const __mmask16 kept = (__mmask16)((1u << least(WIDTH - c0, 16)) - 1);
+    for (i64 w = 0; w < all_words; w += 16) {
+      __m512i r[16];
+      const i64 left = k - w * PER_WORD;
+      if (here == 16 && left >= 16 * PER_WORD) {
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+          const T* p = lane[c0 + i] + w * PER_WORD;
+          PREFETCH((const char*)p + 256);
+          r[i] = words_at(p, 64);
+        }
+      } else {
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) r[i] = i < here ? words_at(lane[c0 + i] + w * PER_WORD, left) : _mm512_setzero_si512();
+      }
+      transpose(r);
+      const i64 rows = least(all_words - w, 16);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++)
+        if (i < rows) _mm512_mask_storeu_epi32(to + (w + i) * WIDTH + c0, kept, r[i]);
+    }
+  }
+}
+INLINE Words words_across(const float* p, const float*, i64 n) { return words_at(p, n); }
+INLINE Words words_across(const f16* p, const f16*, i64 n) { return words_at(p, n); }
+INLINE Words words_across(const bf16* p, const bf16* next, i64 n) {
+  if (PER_WORD == 1) return words_at(p, n);
+  const __m512i low = _mm512_cvtepu16_epi32(halves_at(p, n));
+  return next ? _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves_at(next, n)), 16)) : low;
+}
+// Lanes that are adjacent to one another.
+template <int WIDTH> static void pack_across(const T* from, i64 k_step, i64 count, i64 k, uint32_t* __restrict to) {
+  const i64 all_words = words(k);
+  for (i64 w = 0; w < all_words; w++) {
+    for (int q = 0; q < PER_WORD; q++)
+      for (i64 byte = 0; byte < WIDTH * (i64)sizeof(T); byte += 64) PREFETCH((const char*)(from + ((w + 16) * PER_WORD + q) * k_step) + byte);
+    for (i64 c0 = 0; c0 < WIDTH; c0 += 16) {
+      const i64 here = count - c0 < 0 ? 0 : least(count - c0, 16);
+      const T* p = from + w * PER_WORD * k_step + c0;
+      const Words r = here ? words_across(p, PER_WORD == 2 && w * 2 + 1 < k ? p + k_step : nullptr, here) : _mm512_setzero_si512();
+      _mm512_mask_storeu_epi32(to + w * WIDTH + c0, (__mmask16)((1u << least(WIDTH - c0, 16)) - 1), r);
+    }
+  }
+}
+#endif
+
+// Pack `count` lanes (the rest is zero) into words [k][WIDTH]; elements of a lane are k_step apart.
+template <int WIDTH> static void pack(const T* const* lane, i64 k_step, bool side_by_side, i64 count, i64 k, uint32_t* to) {
+#ifdef CODETTA_AVX512
+  if (k_step == 1) return pack_by_lane<WIDTH>(lane, count, k, to);
+  if (side_by_side) return pack_across<WIDTH>(lane[0], k_step, count, k, to);
+#endif
+  for (i64 w = 0; w < words(k); w++)
+    for (i64 c = 0; c < WIDTH; c++) to[w * WIDTH + c] = c < count ? word_of(lane[c] + w * PER_WORD * k_step, k_step, k - w * PER_WORD) : 0;
+}
+
+// ---- the block in registers ------------------------------------------------------------------------------------------
+
+template <int ROWS_> __attribute__((noinline)) static void multiply(i64 n, const uint32_t* __restrict a, const uint32_t* __restrict b, float* __restrict c, i64 ld) {
+  V acc[ROWS_][NV];
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS_; i++)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) acc[i][v] = V{};
+  for (i64 k = 0; k < n; k++) {
+    Words bv[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) {
+      bv[v] = packed_words(b + 16 * v);
+      PREFETCH(b + NR * 8 + 16 * v);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS_; i++)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) acc[i][v] = Multiply<PER_WORD>::add(acc[i][v], same_word(a[i]), bv[v]);
+    a += MR;
+    b += NR;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS_; i++)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) memcpy(c + i * ld + 16 * v, &acc[i][v], 64);
+}
+static inline void multiply_rows(i64 rows, i64 n, const uint32_t* a, const uint32_t* b, float* c, i64 ld) {
+#ifdef CODETTA_AVX512
+  if (rows > 12) multiply<MR>(n, a, b, c, ld);
+  else if (rows > 8) multiply<12>(n, a, b, c, ld);
+  else if (rows > 4) multiply<8>(n, a, b, c, ld);
+  else multiply<4>(n, a, b, c, ld);
+#else
+  if (rows > 4) multiply<MR>(n, a, b, c, ld);
+  else if (rows > 2) multiply<4>(n, a, b, c, ld);
+  else multiply<2>(n, a, b, c, ld);
+#endif
+}
+
+// ---- few rows: B read in place ---------------------------------------------------------------------------------------
+
+// Both operands adjacent in k: dot products of R rows and C columns.
+template <int R, int C> __attribute__((noinline)) static void dot_block(i64 k, const T* __restrict a, i64 a_step, const T* __restrict b, i64 b_step, float* __restrict c, i64 ld) {
+  const int step = 16 * PER_WORD;
+  V acc[R][C];
+#pragma GCC unroll 16
+  for (int i = 0; i < R; i++)
+#pragma GCC unroll 16
+    for (int j = 0; j < C; j++) acc[i][j] = V{};
+  i64 at = 0;
+  for (; at + step <= k; at += step) {
+    Words av[R];
+#pragma GCC unroll 16
+    for (int i = 0; i < R; i++) av[i] = words_at(a + i * a_step + at, 64);
+#pragma GCC unroll 16
+    for (int j = 0; j < C; j++) {
+      const T* p = b + j * b_step + at;
+      PREFETCH((const char*)p + 1024);
+      const Words bv = words_at(p, 64);
+#pragma GCC unroll 16
+      for (int i = 0; i < R; i++) acc[i][j] = Multiply<PER_WORD>::add(acc[i][j], av[i], bv);
+    }
+  }
+  if (at < k)
+    for (int j = 0; j < C; j++) {
+      const Words bv = words_at(b + j * b_step + at, k - at);
+      for (int i = 0; i < R; i++) acc[i][j] = Multiply<PER_WORD>::add(acc[i][j], words_at(a + i * a_step + at, k - at), bv);
+    }
+#pragma GCC unroll 16
+  for (int i = 0; i < R; i++)
+#pragma GCC unroll 16
+    for (int j = 0; j < C; j++) c[i * ld + j] = sum_of(acc[i][j]);
+}
+template <int R> static void dot_strip(i64 k, const T* a, i64 a_step, const T* b, i64 b_step, i64 cols, float* c, i64 ld) {
+  i64 j = 0;
+  for (; j + DOT_COLS <= cols; j += DOT_COLS) dot_block<R, DOT_COLS>(k, a, a_step, b + j * b_step, b_step, c + j, ld);
+  for (; j < cols; j++) dot_block<R, 1>(k, a, a_step, b + j * b_step, b_step, c + j, ld);
+}
+static void dot_rows(i64 rows, i64 k, const T* a, i64 a_step, const T* b, i64 b_step, i64 cols, float* c, i64 ld) {
+  i64 r = 0;
+  for (; r + DOT_ROWS <= rows; r += DOT_ROWS) dot_strip<DOT_ROWS>(k, a + r * a_step, a_step, b, b_step, cols, c + r * ld, ld);
+  if (DOT_ROWS > 2)
+    for (; r + 2 <= rows; r += 2) dot_strip<2>(k, a + r * a_step, a_step, b, b_step, cols, c + r * ld, ld);
+  for (; r < rows; r++) dot_strip<1>(k, a + r * a_step, a_step, b, b_step, cols, c + r * ld, ld);
+}
+
+// B adjacent in n: eight of its rows at a time are added to a block of fp32 that stays in L1. a: fp32, adjacent in k.
+template <int R> __attribute__((noinline)) static void stream_block(i64 k, const float* __restrict a, const T* __restrict b, i64 b_step, i64 cols, float* __restrict c, i64 ld) {
+  enum { DEEP = 8 };
+  for (i64 at = 0; at < k; at += DEEP)
+    for (i64 j = 0; j < cols; j += 16) {
+      const int n = lanes(cols - j);
+      if (k - at >= DEEP) {
+        V bv[DEEP];
+#pragma GCC unroll 8
+        for (int q = 0; q < DEEP; q++) bv[q] = get<V>(b + (at + q) * b_step + j, n);
+#pragma GCC unroll 4
+        for (int i = 0; i < R; i++) {
+          V x = at ? get<V>(c + i * ld + j, 16) : V{};
+#pragma GCC unroll 8
+          for (int q = 0; q < DEEP; q++) x = fma_of(all<V>(a[i * k + at + q]), bv[q], x);
+          put(c + i * ld + j, x, 16);
+        }
+      } else
+        for (int i = 0; i < R; i++) {
+          V x = at ? get<V>(c + i * ld + j, 16) : V{};
+          for (i64 q = at; q < k; q++) x = fma_of(all<V>(a[i * k + q]), get<V>(b + q * b_step + j, n), x);
+          put(c + i * ld + j, x, 16);
+        }
+    }
+}
+static void stream_rows(i64 rows, i64 k, const float* a, const T* b, i64 b_step, i64 cols, float* c, i64 ld) {
+  i64 r = 0;
+  for (; r + 4 <= rows; r += 4) stream_block<4>(k, a + r * k, b, b_step, cols, c + r * ld, ld);
+  for (; r + 2 <= rows; r += 2) stream_block<2>(k, a + r * k, b, b_step, cols, c + r * ld, ld);
+  for (; r < rows; r++) stream_block<1>(k, a + r * k, b, b_step, cols, c + r * ld, ld);
+}
+
+#include "cpu_drive.h"

@@ -1,0 +1,47 @@
+"""Compiles library epilogues for targets that are not here; a process of its own, since the interpreter must be off.
+
+python cross_compile.py [NAME:TARGET:DTYPE ...]  or jobs on stdin; one JSON object per line on stdout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+
+from codetta.backends.triton import TritonBackend
+from codetta.backends.triton_compile import cross_compile
+from codetta.bench.samples import Sizes, sample
+from codetta.plan.target import TARGETS
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def compile_default(job: str) -> dict[str, Any]:
+    """The first candidate's report, or the error."""
+    name, target_name, dtype = job.split(":")
+    start = time.perf_counter()
+    try:
+        target = TARGETS[target_name]
+        program, binding = sample(name, Sizes(), dtype=DTYPES[dtype]).bind()
+        tiles, refused = TritonBackend().candidates(program, binding, target)
+        if not tiles:
+            return {"job": job, "error": "no legal tile: " + "; ".join(map(str, refused))}
+        tile = tiles[int(os.environ.get("CANDIDATE", "0"))]
+        report = dataclasses.asdict(cross_compile(program, tile, target))
+        del report["assembly"]
+    except Exception as error:  # a test reports it, with the job's name
+        return {"job": job, "error": f"{type(error).__name__}: {str(error)[-2000:]}"}
+    return {"job": job, "tile": dataclasses.asdict(tile), "seconds": round(time.perf_counter() - start, 2), **report}
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or sys.stdin.read().split():
+        print(json.dumps(compile_default(each)), flush=True)
