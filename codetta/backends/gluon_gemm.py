@@ -203,16 +203,15 @@ class Kernel:
     # ---- shared pieces of text
 
     def tile_counts(self) -> None:
-        w, first = self.text, 0
-        w(f"tiles_m = tl.cdiv(M, {self.tile.rows})")
-        for segment in self.program.segments:
-            first += self.tile.column_tiles(segment)
-        w(f"total = tiles_m * {first}")
+        self.text(f"tiles_m = tl.cdiv(M, {self.tile.rows})", f"total = tiles_m * {self.all_columns()}")
+
+    def all_columns(self) -> int:
+        """Tile columns of all segments together."""
+        return sum(self.tile.column_tiles(segment) for segment in self.program.segments)
 
     def tile_place(self, tile: str, consumer: str | None) -> None:
         """pm, pn and m, the first row of the tile or of a consumer's part of it."""
-        all_columns = sum(self.tile.column_tiles(segment) for segment in self.program.segments)
-        self.text(f"pm, pn = tile_order({tile}, tiles_m, {all_columns}, {self.tile.group})")
+        self.text(f"pm, pn = tile_order({tile}, tiles_m, {self.all_columns()}, {self.tile.group})")
         self.text(f"m = pm * {self.tile.rows}" + (f" + {consumer} * {self.rows}" if consumer else ""))
 
     def first_tile(self, g: int) -> int:
@@ -276,7 +275,6 @@ class Kernel:
 
     def load_warp(self) -> None:
         w, tile = self.text, self.tile
-        a_t, size = self.program.a_layout == "km", self.program.a_dtype.itemsize
         w("", "@gluon.jit")
         with w.block(f"def load(a, {', '.join(self.names('b'))}, a_ring, b_boxes, full, empty, M):"):
             self.tile_counts()
@@ -284,27 +282,29 @@ class Kernel:
             with w.block("for tile in range(tl.program_id(0), total, tl.num_programs(0)):"):
                 self.tile_place("tile", None)
                 with w.block(f"for k in range(0, {self.program.k}, {tile.depth}):"):
-                    w(
-                        "mbarrier.wait(empty.index(s), phase)",
-                        "there = full.index(s)",
-                        f"mbarrier.expect(there, {(tile.rows + tile.cols) * tile.depth * size})",
-                        f"tma.async_copy_global_to_shared(a, {'[k, m]' if a_t else '[m, k]'}, there, a_ring.index(s))",
-                    )
-
-                    def strips(g: int) -> None:
-                        segment = self.program.segments[g]
-                        for p, strip in enumerate(segment.strips):
-                            column = self.column(g)
-                            kn = self.program.products[strip.product].layout == "kn"
-                            place = f"[k, {column}]" if kn else f"[{column}, k]"
-                            w(
-                                f"tma.async_copy_global_to_shared(b{g}_{p}, {place}, there, b_boxes.index(s * {self.strips} + {p}))"
-                            )
-
-                    self.branch(strips)
+                    w("mbarrier.wait(empty.index(s), phase)")
+                    self.copies_of_step()
                     w("s += 1")
                     with w.block(f"if s == {tile.stages}:"):
                         w("s = 0", "phase = phase ^ 1")
+
+    def copies_of_step(self) -> None:
+        """Start the copies of A and B for step k of a tile into slot s."""
+        w, tile, program = self.text, self.tile, self.program
+        place = "[k, m]" if program.a_layout == "km" else "[m, k]"
+        w(
+            "there = full.index(s)",
+            f"mbarrier.expect(there, {(tile.rows + tile.cols) * tile.depth * program.a_dtype.itemsize})",
+            f"tma.async_copy_global_to_shared(a, {place}, there, a_ring.index(s))",
+        )
+
+        def strips(g: int) -> None:
+            for p, strip in enumerate(program.segments[g].strips):
+                column = self.column(g)
+                at = f"[k, {column}]" if program.products[strip.product].layout == "kn" else f"[{column}, k]"
+                w(f"tma.async_copy_global_to_shared(b{g}_{p}, {at}, there, b_boxes.index(s * {self.strips} + {p}))")
+
+        self.branch(strips)
 
     def io_arguments(self) -> list[str]:
         integers = [name for name in parameters(self.program) if name.endswith("_span")]
@@ -504,11 +504,17 @@ class Kernel:
     def accumulator_layouts(self) -> None:
         """Layouts of the whole accumulator and of a chunk of it."""
         form = "gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, {}, 16])"
-        self.text(f"L: gl.constexpr = {form.format(self.instruction_cols())}", f"LC: gl.constexpr = {form.format(self.chunk)}")
+        self.text(f"L: gl.constexpr = {form.format(self.tile.cols)}", f"LC: gl.constexpr = {form.format(self.chunk)}")
 
-    def instruction_cols(self) -> int:
-        """Columns of one matrix instruction."""
-        return self.tile.cols
+    def multiply(self) -> list[str]:
+        """One K step: wait for its operands, start its matrix instruction, wait for the one before."""
+        a = "a_halves.index(s * 2 + W)" + (".permute((1, 0))" if self.program.a_layout == "km" else "")
+        b = "b_ring.index(s)" + ("" if self.program.products[0].layout == "kn" else ".permute((1, 0))")
+        return [
+            "mbarrier.wait(full.index(s), phase)",
+            f"acc = warpgroup_mma({a}, {b}, acc, is_async=True)",
+            "acc = warpgroup_mma_wait(1, deps=[acc])",
+        ]
 
     def main_loop(self) -> None:
         """All K steps of a tile; the last matrix instruction is still running when it ends."""
@@ -525,14 +531,7 @@ class Kernel:
             with w.block("if W == 1:"):
                 w("mbarrier.wait(lag, q & 1)")
         with w.block(f"for step in range({steps}):"):
-            a = "a_halves.index(s * 2 + W)" + (".permute((1, 0))" if program.a_layout == "km" else "")
-            b = "b_ring.index(s)" + ("" if program.products[0].layout == "kn" else ".permute((1, 0))")
-            w(
-                "mbarrier.wait(full.index(s), phase)",
-                f"acc = warpgroup_mma({a}, {b}, acc, is_async=True)",
-                "acc = warpgroup_mma_wait(1, deps=[acc])",
-                "mbarrier.arrive(empty.index(last), pred=step > 0)",
-            )
+            w(*self.multiply(), "mbarrier.arrive(empty.index(last), pred=step > 0)")
             if lagged:
                 with w.block("if W == 0:"):
                     w(f"mbarrier.arrive(lag, pred=step == {tile.stagger})")

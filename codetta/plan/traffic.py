@@ -196,37 +196,10 @@ def parked_bytes(program: Program, tile: Tile) -> int:
 def specialised_tiles(program: Program, target: Target) -> list[Tile]:
     """Tiles for the warp-specialised loops, best guess first.
 
-    The detached loop hides whatever the epilogue does, at the price of parking the accumulator and narrower matrix
-    instructions, which cost some per cent of the main loop. Where the lines cross was measured on an H200 (docs/log.md).
+    The detached loop hides whatever the epilogue does and was faster for every program measured on an H200 (docs/log.md);
+    the attached one keeps the accumulator in full precision.
     """
-    steps = -(-program.k * program.a_dtype.itemsize // 128)
-    attached, detached = ring_tiles(program, target, "specialised"), ring_tiles(program, target, "detached")
-    if attached and exposed_cycles(program, attached[0]) > 2300 + 0.028 * STEP_CYCLES * steps:
-        return detached + attached
-    return attached + detached
-
-
-STEP_CYCLES = 1024  # of the tensor cores for one K step of a 128 x 256 tile
-CYCLES = {"exp": 8, "sigmoid": 16, "tanh": 24, "erf": 24, "div": 10, "log": 8, "sqrt": 10, "rsqrt": 8, "random": 40}
-
-# Column reductions cross the warps through shared memory.
-SINK_CYCLES = {"row_sum": 2, "row_max": 2, "row_moments": 6, "row_lse": 18, "col_sum": 12, "col_max": 12}
-
-
-def exposed_cycles(program: Program, tile: Tile) -> float:
-    """A rough count of the cycles that a tile's epilogue takes when nothing runs beside it."""
-    total = 0.0
-    for segment in program.segments:
-        for node in segment.nodes:
-            # 128 lanes; ops that go through the special function unit take longer, loads go through shared memory.
-            per_element = 4 if node.op == "load" else 0 if node.op in ("acc", "const") else CYCLES.get(node.op, 1)
-            elements = tile.rows * tile.strip(segment) * node.space.cols / segment.cols if node.space.rows else 0
-            total += per_element * elements / 128
-        total += sum(4 * tile.rows * tile.strip(segment) / 128 for _ in segment.stores)
-        for index in segment.sinks:
-            per_element = SINK_CYCLES[program.sinks[index].op]
-            total += sum(per_element * tile.rows * tile.strip(segment) / 128 for _ in program.sinks[index].values)
-    return total / len(program.segments)
+    return ring_tiles(program, target, "detached") + ring_tiles(program, target, "specialised")
 
 
 def ring_tiles(program: Program, target: Target, loop: str, rows: int = 128, cols: int = 256) -> list[Tile]:
@@ -269,8 +242,11 @@ def ring_tiles(program: Program, target: Target, loop: str, rows: int = 128, col
     best: dict[tuple[int, int], Tile] = {}
     for _, tile in sorted(options, key=lambda option: option[0]):
         best.setdefault((tile.chunks, tile.stages), tile)
-    # Beside the main loop, fine chunks keep more loads in flight and need fewer registers.
-    return sorted(best.values(), key=lambda tile: -tile.chunks) if loop == "detached" else list(best.values())
+    if loop == "specialised":
+        return list(best.values())
+    # Beside the main loop, fine chunks keep several operands in flight; with one or none, fewer barriers are better.
+    wanted = 8 if len(moves.x_slots) > 1 else 4
+    return sorted(best.values(), key=lambda tile: (abs(tile.chunks - wanted), -tile.chunks))
 
 
 def scratch_bytes(program: Program, tile: Tile) -> int:
