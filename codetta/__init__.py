@@ -1,12 +1,14 @@
 """Codetta: GEMM-epilogue programs for PyTorch. Importing needs no GPU, no compiler and no network."""
 
+from codetta import library
 from codetta.call import Epilogue, epilogue
 from codetta.dsl import (
-    Col, Group, Row, SampleRow, Scalar, Table, Tile, cast, clamp, col_index, col_max, col_sum, dropout, erf, exp, floor,
+    Col, Group, Moments, Row, SampleRow, Scalar, Table, Tile, Value, cast, clamp, col_index, col_max, col_sum, dropout, erf, exp, floor,
     gelu, group_max, group_sum, halves, join, log, maximum, minimum, pairs, parts, pick, quantize, relu, round, row_index,
     row_lse, row_max, row_moments, row_sum, rsqrt, sigmoid, silu, softcap, spread, sqrt, squared_relu, store, tanh, where,
 )  # fmt: skip
 from codetta.errors import ArgumentError, CodettaError, LoweringError, Reason, TraceError
+from codetta.fused import fused_gemm_epilogue
 from codetta.program import Program
 from codetta.stat import Stat
 

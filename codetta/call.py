@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from codetta import compiler, dsl
-from codetta.errors import ArgumentError
+from codetta.errors import ArgumentError, TraceError
 from codetta.ir.op import compute_dtype
 from codetta.program import Operand, Product, Program
 from codetta.runtime.bind import Binding, bind_operand, bind_output, check_overlap, check_tensor, flat_rows, matrix
@@ -22,6 +22,9 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OPERAND_DTYPES = (*FLOATS, torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 
 Weights = Tensor | Sequence[Tensor]
+
+# Arguments of a call itself.
+RESERVED = {"self", "a", "w", "out", "backend", "tf32", "finish"}
 
 
 def epilogue(fn: Callable[..., Any]) -> Epilogue:
@@ -35,6 +38,11 @@ class Epilogue:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
         self.kinds = dsl.annotated_kinds(fn)
+        taken = sorted(RESERVED & set(self.kinds))
+        if taken:
+            raise TraceError(
+                f"{fn.__name__}: {taken[0]!r} is an argument of every call and cannot name an operand: rename it"
+            )
         self.defaults = {
             key: parameter.default
             for key, parameter in inspect.signature(fn).parameters.items()
@@ -82,6 +90,7 @@ class Epilogue:
         self, a: Tensor, w: Weights, *, out: Mapping[str, Tensor] | None = None, tf32: bool = False, **operands: Any
     ) -> tuple[Program, Binding]:
         """The program of a call and its tensors, checked."""
+        self._refuse_gradients(a, w, operands)
         a, a_layout, weights, given, lead = self._normalised(a, w, operands)
         program = self._trace(a, a_layout, weights, given, lead, tf32)
         batch = a.shape[0] if program.batched else 1
@@ -187,6 +196,20 @@ class Epilogue:
     def _left_out(self, key: str, value: Any) -> bool:
         """Whether an optional operand is not given: None, where None is the parameter's default."""
         return value is None and self.defaults.get(key, 0) is None
+
+    @staticmethod
+    def _refuse_gradients(a: Any, w: Any, operands: dict[str, Any]) -> None:
+        """A program has no autograd of its own: say so instead of cutting the graph in silence."""
+        if not torch.is_grad_enabled():
+            return
+        listed = [w] if isinstance(w, Tensor) else list(w) if isinstance(w, list | tuple) else []
+        for name, value in [("a", a), *(("w", each) for each in listed), *operands.items()]:
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise ArgumentError(
+                    name,
+                    "requires a gradient, which a single program does not compute",
+                    f"call it under torch.no_grad() or pass {name}.detach(), and use the backward epilogues of codetta.library",
+                )
 
     @staticmethod
     def _check_weight(name: str, w: Any, a: Tensor) -> None:

@@ -399,10 +399,15 @@ def softcap(x: Value, cap: Numeric) -> Value:
     return tanh(x / cap) * cap
 
 
-def dropout(x: Value, p: float, seed: Value) -> Value:
+def dropout(x: Value, p: float, seed: Value | int) -> Value:
     """Zero each element with probability p and scale the rest, by a mask that depends on (seed, row, column) alone."""
     if not 0.0 <= p < 1.0:
         raise TraceError(f"dropout's p is a number from 0 up to, not including, 1; got {p!r}")
+    if isinstance(seed, float) or (isinstance(seed, int) and not 0 <= seed < 2**24):
+        # A number becomes an fp32 constant, and larger ones would collide.
+        raise TraceError(
+            f"dropout's seed {seed!r} is no whole number below 2^24: pass a tensor, seed=torch.tensor(...)"
+        )
     keep = p <= _apply("random", seed, row_index(), col_index(x.cols))
     return where(keep, x * (1.0 / (1.0 - p)), 0.0)
 

@@ -192,11 +192,13 @@ def assemble(
     Each store comes with one piece that holds its whole value; `sinks` maps names to reduction nodes.
     """
     products = tuple(products)
+    stores = list(stores)
     roots = [store.pieces[0].value for store in stores] + [sink.args[0] for sink in sinks.values()]
-    wide = wide_frames(roots)
+    wide_of = _wide_by_root(roots)
     placed_stores = []
     for store in stores:
         value = store.pieces[0].value
+        wide = wide_of[id(value)]
         if wide and spans_strips(value, wide):
             pieces = tuple(Piece(strip(value, frame), frame) for frame in _frames(value, wide))
         else:
@@ -207,6 +209,7 @@ def assemble(
         value = sink.args[0]
         cols = value.space.cols
         frames: tuple[Frame | None, ...] = (None,)
+        wide = wide_of[id(value)]
         if wide and spans_strips(value, wide):
             frames = tuple(_frames(value, wide))
             values = tuple(strip(value, frame) for frame in _frames(value, wide))
@@ -239,6 +242,19 @@ def assemble(
     )
     _ = program.segments  # raises where values of different products cannot meet
     return program
+
+
+def _wide_by_root(roots: list[Node]) -> dict[int, tuple[int, int, int] | None]:
+    """How columns are taken apart for each root: one way for all roots that share products, directly or through others."""
+    groups: list[tuple[set[int], list[Node]]] = []
+    for root in roots:
+        products = {leaf.attr("product") for leaf in topological([root]) if leaf.op == "acc"}
+        members = [root]
+        for group in [each for each in groups if each[0] & products]:
+            groups.remove(group)
+            products, members = products | group[0], group[1] + members
+        groups.append((products, members))
+    return {id(root): wide_frames(members) for _, members in groups for root in members}
 
 
 def _frames(value: Node, wide: tuple[int, int, int]) -> list[Frame]:

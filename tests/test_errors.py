@@ -362,9 +362,31 @@ def test_programs_on_the_meta_device() -> None:
     assert binding.outputs["out"].device == META
 
 
-def test_parameters_and_gradients_do_not_matter() -> None:
+def test_gradients_are_not_dropped_in_silence() -> None:
     w = torch.nn.Parameter(W.clone())
-    expect(plain(A, w, backend="reference"), (A @ w.T).detach())
+    with pytest.raises(ct.ArgumentError, match=r"^w: requires a gradient.*torch\.no_grad"):
+        plain(A, w, backend="reference")
+    with torch.no_grad():
+        expect(plain(A, w, backend="reference"), (A @ w.T).detach())
+
+
+def test_arguments_of_a_call_cannot_name_operands() -> None:
+    with pytest.raises(ct.TraceError, match="'finish' is an argument of every call.*rename"):
+        ct.epilogue(lambda acc, finish: acc + finish)
+
+
+def test_a_gate_for_another_number_of_samples() -> None:
+    @ct.epilogue
+    def gated(acc, gate: ct.SampleRow):
+        return acc * gate
+
+    with pytest.raises(ct.ArgumentError, match="gate: has 2 rows for 4 samples.*one row per sample"):
+        gated(torch.randn(4, 3, 8), torch.randn(6, 8), gate=torch.randn(2, 6), backend="reference")
+
+
+def test_a_seed_that_fp32_cannot_hold() -> None:
+    with pytest.raises(ct.TraceError, match="below 2\\^24: pass a tensor"):
+        ct.epilogue(lambda acc: ct.dropout(acc, 0.5, 2**31 + 1))(A, W, backend="reference")
 
 
 def test_a_default_is_used() -> None:

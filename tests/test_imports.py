@@ -24,6 +24,7 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("language", ["codetta.dsl"]),
     ("plan", ["codetta.plan"]),
     ("cache", ["codetta.runtime.cache"]),
+    ("tuning", ["codetta.plan.tune"]),  # a part of the plan that is remembered
     ("backends", ["codetta.backends"]),
     ("compiler", ["codetta.compiler"]),
     ("call", ["codetta.call"]),

@@ -20,7 +20,7 @@ from codetta.fused import fused_gemm_epilogue
 from codetta.library import ACTIVATIONS, GATED
 
 # Other backends run the same tests in float32, with a tolerance relative to the largest element.
-BACKENDS = ["reference"]
+BACKENDS = ["reference", "cpu"]
 EPS = 0.25  # large, so that a forgotten eps shows
 ROWS = [1, 7, 61]
 

@@ -106,26 +106,31 @@ def test_operand_dtypes(dtype: torch.dtype) -> None:
     check(one("{'y': acc0 * (x + 0.5)}", Spec("x", (M, N), dtype, fill, 9), parameters="x: ct.Tile"))
 
 
-OPERANDS: dict[str, tuple[str, str, tuple[Spec, ...]]] = {
-    "number and scalar": ("acc0 * c + d", "c: ct.Scalar, d: ct.Scalar", (Spec("c", (), fill="number"), Spec("d", (1,)))),
-    "row and column": ("(acc0 + r) * c", "r: ct.Row, c: ct.Col", (Spec("r", (N,)), Spec("c", (3, 12)))),
-    "tile": ("acc0 + x", "x: ct.Tile", (Spec("x", (3, 12, N), strided=True),)),
-    "vector by sample": ("acc0 * g", "g: ct.SampleRow", (Spec("g", (3, N)),)),
-    "heads bthd": ("acc0 + x", "x: ct.Tile('bthd')", (Spec("x", (3, 12, 5, 16)),)),
-    "heads bhtd": ("acc0 + x", "x: ct.Tile('bhtd')", (Spec("x", (3, 5, 12, 16)),)),
-    "heads bhdt": ("acc0 + x", "x: ct.Tile('bhdt')", (Spec("x", (3, 5, 16, 12)),)),
-    "table by row": ("acc0 + t", "t: ct.Table", (Spec("t", (3, 12, 16)),)),
-    "table that repeats": ("acc0 * t", "t: ct.Table('repeat')", (Spec("t", (12, 16)),)),
-    "table by index": ("acc0 * t", "i: ct.Col, t: ct.Table('i')", (Spec("i", (3, 12), torch.int64, "rows", 7), Spec("t", (7, 16)))),
-    "scale by group": ("acc0 * ct.spread(s, 16)", "s: ct.Group(1, 16)", (Spec("s", (36, 5), fill="scale"),)),
-    "scale by block": ("acc0 * ct.spread(s, 16, rows=4)", "s: ct.Group(4, 16)", (Spec("s", (9, 5), fill="scale"),)),
-    "sum of partials": ("acc0 * ct.tanh(s)", "s: ct.Col", (Spec("s", (), fill="stat:sum:32:100"),)),
-    "many partials": ("acc0 * ct.tanh(s)", "s: ct.Col", (Spec("s", (), fill="stat:sum:32:352"),)),
-    "maximum of partials": ("acc0 * s", "s: ct.Col", (Spec("s", (), fill="stat:max:32:100"),)),
-    "lse of partials": ("acc0 - s", "s: ct.Col", (Spec("s", (), fill="stat:lse:32:100"),)),
-    "moments of partials": ("(acc0 - s.mean) * ct.rsqrt(s.var + 1)", "s: ct.Col", (Spec("s", (), fill="stat:moments:32:100"),)),
-    "dropout": ("ct.dropout(acc0, 0.3, seed)", "seed: ct.Scalar", (Spec("seed", (), torch.int64, "seed", 2**31 - 1),)),
-}  # fmt: skip
+def operands(t: int) -> dict[str, tuple[str, str, tuple[Spec, ...]]]:
+    """Every kind of operand, for three samples of t rows: the value, the parameters, their tensors."""
+    return {
+        "number and scalar": ("acc0 * c + d", "c: ct.Scalar, d: ct.Scalar", (Spec("c", (), fill="number"), Spec("d", (1,)))),
+        "row and column": ("(acc0 + r) * c", "r: ct.Row, c: ct.Col", (Spec("r", (N,)), Spec("c", (3, t)))),
+        "tile": ("acc0 + x", "x: ct.Tile", (Spec("x", (3, t, N), strided=True),)),
+        "vector by sample": ("acc0 * g", "g: ct.SampleRow", (Spec("g", (3, N)),)),
+        "heads bthd": ("acc0 + x", "x: ct.Tile('bthd')", (Spec("x", (3, t, 5, 16)),)),
+        "heads bhtd": ("acc0 + x", "x: ct.Tile('bhtd')", (Spec("x", (3, 5, t, 16)),)),
+        "heads bhdt": ("acc0 + x", "x: ct.Tile('bhdt')", (Spec("x", (3, 5, 16, t)),)),
+        "table by row": ("acc0 + t", "t: ct.Table", (Spec("t", (3, t, 16)),)),
+        "table that repeats": ("acc0 * t", "t: ct.Table('repeat')", (Spec("t", (t, 16)),)),
+        "table by index": ("acc0 * t", "i: ct.Col, t: ct.Table('i')", (Spec("i", (3, t), torch.int64, "rows", 7), Spec("t", (7, 16)))),
+        "scale by group": ("acc0 * ct.spread(s, 16)", "s: ct.Group(1, 16)", (Spec("s", (3 * t, 5), fill="scale"),)),
+        "scale by block": ("acc0 * ct.spread(s, 16, rows=4)", "s: ct.Group(4, 16)", (Spec("s", (3 * t // 4, 5), fill="scale"),)),
+        "sum of partials": ("acc0 * ct.tanh(s)", "s: ct.Col", (Spec("s", (), fill="stat:sum:32:100"),)),
+        "many partials": ("acc0 * ct.tanh(s)", "s: ct.Col", (Spec("s", (), fill="stat:sum:32:352"),)),
+        "maximum of partials": ("acc0 * s", "s: ct.Col", (Spec("s", (), fill="stat:max:32:100"),)),
+        "lse of partials": ("acc0 - s", "s: ct.Col", (Spec("s", (), fill="stat:lse:32:100"),)),
+        "moments of partials": ("(acc0 - s.mean) * ct.rsqrt(s.var + 1)", "s: ct.Col", (Spec("s", (), fill="stat:moments:32:100"),)),
+        "dropout": ("ct.dropout(acc0, 0.3, seed)", "seed: ct.Scalar", (Spec("seed", (), torch.int64, "seed", 2**31 - 1),)),
+    }  # fmt: skip
+
+
+OPERANDS = operands(12)
 
 
 @pytest.mark.parametrize("name", OPERANDS)

@@ -47,11 +47,14 @@ enum Way { PACKED, DOTS, STREAM };
 enum { DOTS_ROWS = 16, STREAM_ROWS = sizeof(T) == 4 ? 12 : PER_WORD == 2 ? 2 : 6 };
 enum { PACKED_ROWS = 2048, STREAM_COLS = 1024 };
 
-static Way way_of(const Plan& plan, const Segment& segment, i64 rows) {
-  bool adjacent_k = !plan.a_transposed, adjacent_n = true;
+static bool is_transposed(const i64* args, const Strip& strip) { return args[FIRST_B + B_ARGUMENTS * strip.product + B_TRANSPOSED]; }
+
+static Way way_of(const i64* args, const Segment& segment) {
+  const i64 rows = args[ROWS_PER_BATCH];
+  bool adjacent_k = !args[A_TRANSPOSED], adjacent_n = true;
   for (i64 s = 0; s < segment.count; s++) {
     const Strip& strip = segment.strips[s];
-    const bool transposed = plan.b_transposed[strip.product];
+    const bool transposed = is_transposed(args, strip);
     adjacent_k &= !transposed;
     adjacent_n &= transposed && strip.run >= segment.cols;
   }
@@ -72,14 +75,14 @@ struct Work {
 
   const T* a_row(i64 row) const {
     const i64 at = batch * args[ROWS_PER_BATCH] + row;
-    return (const T*)args[A_POINTER] + at * (plan.a_transposed ? 1 : args[A_STEP]);
+    return (const T*)args[A_POINTER] + at * (args[A_TRANSPOSED] ? 1 : args[A_STEP]);
   }
-  i64 a_k_step() const { return plan.a_transposed ? args[A_STEP] : 1; }
-  i64 b_step(const Strip& strip) const { return args[FIRST_B + 3 * strip.product + 1]; }
+  i64 a_k_step() const { return args[A_TRANSPOSED] ? args[A_STEP] : 1; }
+  i64 b_step(const Strip& strip) const { return args[FIRST_B + B_ARGUMENTS * strip.product + B_STEP]; }
   const T* b_col(const Strip& strip, i64 j) const {
-    const i64* b = args + FIRST_B + 3 * strip.product;
+    const i64* b = args + FIRST_B + B_ARGUMENTS * strip.product;
     const i64 col = framed(j, strip.index, strip.run, strip.block);
-    return (const T*)b[0] + batch * b[2] + col * (plan.b_transposed[strip.product] ? 1 : b[1]);
+    return (const T*)b[B_POINTER] + batch * b[B_BATCH_STEP] + col * (b[B_TRANSPOSED] ? 1 : b[B_STEP]);
   }
   i64 row_tiles() const { return up(end - first, plan.row_tile); }
   i64 strips_of_tile() const { return blocks * strips; }
@@ -92,10 +95,10 @@ struct Work {
     if (count <= 0) return;
     const T* lane[MR];
     for (i64 i = 0; i < count; i++) lane[i] = a_row(row + i);
-    pack<MR>(lane, a_k_step(), plan.a_transposed, count, plan.k, to + number * MR * words(plan.k));
+    pack<MR>(lane, a_k_step(), args[A_TRANSPOSED], count, args[DEPTH], to + number * MR * words(args[DEPTH]));
   }
   static i64 width(const Segment& segment) { return up(segment.panel, NR) * NR; }
-  i64 panel_words(const Segment& segment) const { return segment.count * width(segment) * words(plan.k); }
+  i64 panel_words(const Segment& segment) const { return segment.count * width(segment) * words(args[DEPTH]); }
   void pack_b(const Segment& segment, i64 panel, uint32_t* to) const {
     const i64 col = panel * segment.panel, cols = least(segment.panel, segment.cols - col);
     for (i64 s = 0; s < segment.count; s++)
@@ -104,21 +107,21 @@ struct Work {
         const i64 count = least(NR, cols - j);
         const T* lane[NR];
         for (i64 i = 0; i < count; i++) lane[i] = b_col(strip, col + j + i);
-        const bool transposed = plan.b_transposed[strip.product];
+        const bool transposed = is_transposed(args, strip);
         const bool side_by_side = transposed && lane[count - 1] - lane[0] == count - 1;
-        pack<NR>(lane, transposed ? b_step(strip) : 1, side_by_side, count, plan.k, to + (s * width(segment) + j) * words(plan.k));
+        pack<NR>(lane, transposed ? b_step(strip) : 1, side_by_side, count, args[DEPTH], to + (s * width(segment) + j) * words(args[DEPTH]));
       }
   }
   // One block of rows of one panel, into strips of `ld` columns.
   void multiply_block(const Segment& segment, Way way, i64 panel, i64 row, i64 rows, const uint32_t* a, const uint32_t* b, float* to, i64 ld) const {
-    const i64 col = panel * segment.panel, cols = least(segment.panel, segment.cols - col), n = words(plan.k);
+    const i64 col = panel * segment.panel, cols = least(segment.panel, segment.cols - col), n = words(args[DEPTH]);
     for (i64 s = 0; s < segment.count; s++) {
       float* mine = to + s * width(segment);
       const Strip& strip = segment.strips[s];
       if (way == DOTS) {
         for (i64 j = 0; j < cols;) {
           const i64 adjacent = least(cols - j, strip.run - (col + j) % strip.run);
-          dot_rows(rows, plan.k, a_row(row), args[A_STEP], b_col(strip, col + j), b_step(strip), adjacent, mine + j, ld);
+          dot_rows(rows, args[DEPTH], a_row(row), args[A_STEP], b_col(strip, col + j), b_step(strip), adjacent, mine + j, ld);
           j += adjacent;
         }
         continue;
@@ -149,7 +152,7 @@ struct Work {
         at.row_tile = first / plan.row_tile + tile;
         at.first = in_tile == 0;
         const i64 strip = (tile * blocks + in_tile / block) * strips;
-        multiply_block(segment, way, panel, row, at.rows, a_packed + strip * MR * words(plan.k), b, to, at.ld);
+        multiply_block(segment, way, panel, row, at.rows, a_packed + strip * MR * words(args[DEPTH]), b, to, at.ld);
         segment.epilogue(at, args);
       }
   }
@@ -159,7 +162,7 @@ struct Work {
     const i64 ld = up(cols, 16) * 16;
     for (i64 s = 0; s < segment.count; s++) {
       const Strip& strip = segment.strips[s];
-      stream_rows(rows, plan.k, a_wide, b_col(strip, col0), b_step(strip), cols, to + s * rows * ld, ld);
+      stream_rows(rows, args[DEPTH], a_wide, b_col(strip, col0), b_step(strip), cols, to + s * rows * ld, ld);
     }
     Place at;
     at.panels = up(segment.cols, segment.panel);
@@ -187,7 +190,7 @@ static size_t aligned(size_t bytes) { return (bytes + 4095) & ~(size_t)4095; }
 
 // Rows first to end of one batch entry. False: no memory.
 static bool run_rows(const Plan& plan, const i64* args, i64 batch, i64 first, i64 end, float* stats, bool finish) {
-  const i64 all_rows = args[ROWS_PER_BATCH], threads = args[THREADS], k_words = words(plan.k);
+  const i64 all_rows = args[ROWS_PER_BATCH], threads = args[THREADS], k_words = words(args[DEPTH]);
   // Few rows fit one block, and B need not be read again for the last of them.
   const i64 block = plan.row_block ? plan.row_block : all_rows <= DOTS_ROWS ? all_rows : MR;
   Work work = {plan, args, batch, first, end, block, up(plan.row_tile, block), up(block, MR), threads, nullptr, nullptr, stats};
@@ -195,7 +198,7 @@ static bool run_rows(const Plan& plan, const i64* args, i64 batch, i64 first, i6
   i64 panels = 0, tile_bytes = 0, room = 0, b_bytes = 0, all_b_bytes = 0, stream_bytes = 0;
   for (i64 s = 0; s < plan.count; s++) {
     const Segment& segment = plan.segments[s];
-    const Way way = way_of(plan, segment, all_rows);
+    const Way way = way_of(args, segment);
     any_packed |= way == PACKED;
     any_stream |= way == STREAM;
     const i64 mine = up(segment.cols, segment.panel);
@@ -214,7 +217,7 @@ static bool run_rows(const Plan& plan, const i64* args, i64 batch, i64 first, i6
   i64 parts = threads > 1 && panels < 4 * threads ? least(up(4 * threads, panels), tiles) : 1;
   const bool shared = parts > 1 && any_packed;
   const size_t a_size = aligned(any_packed ? tiles * work.strips_of_tile() * MR * k_words * 4 : 0);
-  const size_t wide_size = aligned(any_stream ? (end - first) * plan.k * 4 : 0), b_size = aligned(shared ? all_b_bytes : b_bytes);
+  const size_t wide_size = aligned(any_stream ? (end - first) * args[DEPTH] * 4 : 0), b_size = aligned(shared ? all_b_bytes : b_bytes);
   const size_t tile_size = aligned(at_least_of(tile_bytes, stream_bytes)), room_size = aligned(room);
   const size_t per_thread = tile_size + room_size + (shared ? 0 : b_size);
   char* memory = workspace.get(a_size + wide_size + (shared ? b_size : 0) + threads * per_thread);
@@ -245,13 +248,13 @@ static bool run_rows(const Plan& plan, const i64* args, i64 batch, i64 first, i6
     if (any_stream) {
 #pragma omp for schedule(static) nowait
       for (i64 r = 0; r < end - first; r++)
-        for (i64 k = 0; k < plan.k; k++) a_wide[r * plan.k + k] = get<V>(work.a_row(first + r) + k * work.a_k_step(), 1)[0];
+        for (i64 k = 0; k < args[DEPTH]; k++) a_wide[r * args[DEPTH] + k] = get<V>(work.a_row(first + r) + k * work.a_k_step(), 1)[0];
     }
     if (shared) {
       uint32_t* to = b_shared;
       for (i64 s = 0; s < count; s++) {
         const Segment& segment = plan.segments[s];
-        if (way_of(plan, segment, all_rows) != PACKED) continue;
+        if (way_of(args, segment) != PACKED) continue;
         const i64 mine_here = up(segment.cols, segment.panel);
 #pragma omp for schedule(static) nowait
         for (i64 p = 0; p < mine_here; p++) work.pack_b(segment, p, to + p * work.panel_words(segment));
@@ -264,7 +267,7 @@ static bool run_rows(const Plan& plan, const i64* args, i64 batch, i64 first, i6
     const uint32_t* b = b_shared;
     for (i64 s = 0; s < count; s++) {
       const Segment& segment = plan.segments[s];
-      const Way way = way_of(plan, segment, all_rows);
+      const Way way = way_of(args, segment);
       const i64 mine_here = up(segment.cols, segment.panel);
       if (way == STREAM) {
         const i64 together = at_least_of(least(STREAM_COLS, up(segment.cols, 2 * threads)) / segment.panel, 1);
@@ -304,4 +307,13 @@ extern "C" __attribute__((visibility("default"))) int codetta_run(const Plan* pl
       finish = false;
     }
   return 0;
+}
+
+// The first of n numbers (of 4 or 8 bytes) that is not from low up to, not including, high; n if there is none.
+extern "C" __attribute__((visibility("default"))) i64 codetta_first_outside(const void* numbers, i64 bytes, i64 n, i64 low, i64 high) {
+  for (i64 i = 0; i < n; i++) {
+    const i64 x = bytes == 8 ? ((const i64*)numbers)[i] : ((const int32_t*)numbers)[i];
+    if (x < low || x >= high) return i;
+  }
+  return n;
 }

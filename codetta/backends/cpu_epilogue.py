@@ -10,68 +10,18 @@ Names from the user's function are prefixed (in_, out_, all_), so that none can 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
 
+from codetta.backends.cpu_arguments import B_ARGUMENTS, parameters, stat_loads
 from codetta.backends.cpu_plan import LANES, Rows, panel_cols
+from codetta.backends.cpu_spelling import DTYPES, LANE, VECTOR, as_type, framed, indented, literal, plus, spelled, truth
 from codetta.ir.graph import Frame, Node
-from codetta.program import Operand, Program, Segment, Sink, Store
+from codetta.program import Program, Segment, Sink, Store
 
-DTYPES = {
-    torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "double", torch.float8_e4m3fn: "fp8",
-    torch.int8: "int8_t", torch.uint8: "uint8_t", torch.bool: "uint8_t", torch.int32: "int32_t", torch.int64: "i64",
-}  # fmt: skip
-
-# Vectors by the node's type, and the type of one lane in scratch memory.
-VECTOR = {"float": "V", "int": "I", "bool": "B"}
-LANE = {"float": "float", "int": "i64", "bool": "int32_t"}
-
-SPELLING = {
-    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "abs": "magnitude({})",
-    "maximum": "maximum({}, {})", "minimum": "minimum({}, {})", "exp": "exponential({})", "log": "logarithm({})",
-    "sqrt": "square_root({})", "rsqrt": "reciprocal_root({})", "tanh": "tangent({})", "sigmoid": "sigmoid({})",
-    "erf": "error_function({})", "round": "rounded({})", "floor": "floored({})", "lt": "{} < {}", "le": "{} <= {}",
-    "eq": "{} == {}", "ne": "{} != {}", "and": "{} & {}", "or": "{} | {}", "not": "~{}", "where": "where({}, {}, {})",
-    "random": "uniform({}, {}, {})",
-}  # fmt: skip
-COMPARES = ("lt", "le", "eq", "ne")
-LOGIC = ("and", "or", "not")
-WHOLE = ("add", "sub", "mul", "neg", "abs", "maximum", "minimum", *COMPARES)  # whole numbers stay whole in these
 MOVES = ("part", "join", "group_sum", "group_max", "spread")
 LEAVES = ("load", "load_int", "col_index")  # cheaper to load again than to keep
-
-
-def operand_integers(operand: Operand) -> list[str]:
-    """What a kernel must know about an operand's place in memory."""
-    if operand.stat:
-        return ["tiles", "width", "total"]
-    if operand.rows == "none" or not operand.cols:
-        return []
-    if operand.layout != "rows":
-        return ["sb", "st", "sh", "sd"]
-    return ["step", "span"] if operand.rows in ("sample", "repeat") else ["step"]
-
-
-def store_integers(store: Store) -> list[str]:
-    return ["sb", "st", "sh", "sd"] if store.layout != "rows" else ["step"]
-
-
-def parameters(program: Program) -> list[str]:
-    """Names of what follows the matrices in a call's arguments, in the order in which the launcher passes them."""
-    names = []
-    for operand in program.operands:
-        names += [f"in_{operand.name}", *(f"in_{operand.name}_{what}" for what in operand_integers(operand))]
-    for store in program.stores:
-        names += [f"out_{store.name}", *(f"out_{store.name}_{what}" for what in store_integers(store))]
-    return names + [f"all_{sink.name}" for sink in program.sinks]
-
-
-def stat_loads(program: Program) -> list[Node]:
-    """Loads that finish a reduction: done once for all rows, before the main loop."""
-    nodes = {id(n): n for s in program.segments for n in s.nodes if n.op == "load" and program.operand(n.attr("name")).stat}
-    return list(nodes.values())
 
 
 @dataclass(eq=False)
@@ -159,6 +109,10 @@ class EpilogueWriter:
     def name(self) -> str:
         return f"epilogue_{self.number}"
 
+    @property
+    def passes(self) -> int:
+        return sum(1 for stage in self.stages.values() if stage.lines)
+
     def function(self) -> list[str]:
         for node in self.kept.values():
             stage = self.stage_of(node)
@@ -178,7 +132,7 @@ class EpilogueWriter:
             self._flat_store(self.program.stores[store_index], piece_index, tail)
         body = self._loops(tail)
         head = [f"static void {self.name}(const Place& at, const i64* args) {{"]
-        return [*head, *_indented([*self._declarations(), *self.head_lines, *body, *merges]), "}", ""]
+        return [*head, *indented([*self._declarations(), *self.head_lines, *body, *merges]), "}", ""]
 
     def _loops(self, tail: Stage) -> list[str]:
         stages = sorted((s for s in self.stages.values() if s.lines), key=lambda s: (s.level, s.group, s.cols))
@@ -196,25 +150,25 @@ class EpilogueWriter:
                     f"for (i64 j = 0; j < width_{stage.cols}; j += 16) {{",
                     f"  const i64 c = first_{stage.cols} + j;",
                     f"  const int n = lanes(width_{stage.cols} - j);",
-                    *_indented(stage.lines),
+                    *indented(stage.lines),
                     "}",
                 ]
         if not inner:
             return []
         if first.group == 1:
-            return ["for (i64 r = 0; r < at.rows; r++) {", "  const i64 m = at.row + r;", *_indented(inner), "}"]
+            return ["for (i64 r = 0; r < at.rows; r++) {", "  const i64 m = at.row + r;", *indented(inner), "}"]
         return [
             f"for (i64 r = 0; r < at.rows; r += {first.group}) {{",
             f"  const i64 m = (at.row + r) / {first.group};",
             f"  const i64 grouped = at.rows - r < {first.group} ? at.rows - r : {first.group};",
-            *_indented(inner),
+            *indented(inner),
             "}",
         ]
 
     def _declarations(self) -> list[str]:
         lines = ["const i64 ld = at.ld;"]
         lines += [f"const float* const acc{index} = at.acc[{index}];" for index in range(len(self.segment.strips))]
-        for cols in sorted({stage.cols for stage in self.stages.values()} | {s.space.cols for s in self._sink_values()}):
+        for cols in sorted({s.cols for s in self.stages.values()} | {v.space.cols for v in self._sink_values()} - {0}):
             scaled = "" if cols == self.segment.cols else f" * {cols} / {self.segment.cols}"
             lines.append(f"const i64 width_{cols} = at.cols{scaled}, first_{cols} = at.col{scaled};")
         return lines
@@ -270,7 +224,7 @@ class EpilogueWriter:
     def _value(self, node: Node, stage: Stage) -> str:
         """The name of the value in a stage, computed or loaded there if it is not yet."""
         if node.op == "const":
-            return f"all<V>({_literal(node.attr('value'))})"
+            return f"all<V>({literal(node.attr('value'))})"
         if not node.space.cols:
             return self._flat(node, stage)
         if id(node) in stage.named:
@@ -287,7 +241,7 @@ class EpilogueWriter:
         elif node.op in MOVES:
             return self._move(node, stage)
         else:
-            expression = _spelled(node, [self._value(arg, stage) for arg in node.args])
+            expression = spelled(node, [self._value(arg, stage) for arg in node.args])
         return self._say(node, expression, stage)
 
     def _say(self, node: Node, expression: str, stage: Stage) -> str:
@@ -299,8 +253,8 @@ class EpilogueWriter:
     def _fresh(self, node: Node) -> str:
         self.count += 1
         if node.op in ("load", "load_int"):
-            return f"{node.attr('name')}_{self.count}"
-        return f"{node.op}_{self.count}" if node.op in ("acc", "part", "join") else f"v{self.count}"
+            return f"x{self.count}_{node.attr('name')}"
+        return f"v{self.count}"
 
     def _flat(self, node: Node, stage: Stage) -> str:
         """A value without columns: once per function or once per row."""
@@ -318,7 +272,7 @@ class EpilogueWriter:
         elif node.op == "row_index":
             expression = "all<I>(m)"
         else:
-            expression = _spelled(node, [self._value(arg, stage) for arg in node.args])
+            expression = spelled(node, [self._value(arg, stage) for arg in node.args])
         name = self._fresh(node)
         lines.append(f"const {VECTOR[node.dtype]} {name} = {expression};")
         named[id(node)] = name
@@ -330,9 +284,9 @@ class EpilogueWriter:
     def _col_index(self, node: Node) -> str:
         frame = node.attr("frame")
         if frame is None or frame.run == node.space.cols:
-            return f"counted_from(c{_plus(frame)})"
+            return f"counted_from(c{plus(frame)})"
         self.count += 1
-        return f"columns_from(c, [=](i64 c) {{ return {_framed(frame)}; }})"
+        return f"columns_from(c, [=](i64 c) {{ return {framed(frame)}; }})"
 
     def _move(self, node: Node, stage: Stage) -> str:
         source, vector, name = node.args[0], VECTOR[node.dtype], self._fresh(node)
@@ -346,12 +300,14 @@ class EpilogueWriter:
                 elif frame.run == node.space.cols:
                     expression = f"get<{vector}>({memory} + {frame.index * frame.run} + j, 16)"
                 else:
-                    expression = f"get_by<{vector}>({memory}, j, n, true, [](i64 c) {{ return {_framed(frame)}; }})"
+                    expression = f"get_by<{vector}>({memory}, j, n, true, [](i64 c) {{ return {framed(frame)}; }})"
             case "spread":
                 cols = node.attr("cols")
                 expression = f"all<{vector}>(({memory})[j / {cols}])"
                 if cols % LANES:
-                    expression = f"get_by<{vector}>({memory}, j, n, {_truth(cols == 1)}, [](i64 c) {{ return c / {cols}; }})"
+                    expression = (
+                        f"get_by<{vector}>({memory}, j, n, {truth(cols == 1)}, [](i64 c) {{ return c / {cols}; }})"
+                    )
             case "join":
                 stage.lines += self._join(node, stage, name)
                 return name
@@ -370,29 +326,31 @@ class EpilogueWriter:
         count, block, vector = len(node.args), node.attr("block"), VECTOR[node.dtype]
         run = block // count
         flat = [None if arg.space.cols else self._value(arg, stage) for arg in node.args]
-        flat = [_as(node.dtype, text, arg.dtype) if text else None for text, arg in zip(flat, node.args, strict=True)]
+        flat = [
+            as_type(node.dtype, text, arg.dtype) if text else None for text, arg in zip(flat, node.args, strict=True)
+        ]
         memory = [self._memory(arg) if arg.space.cols else "" for arg in node.args]
         if block == 2 and count == 2 and not any(flat) and {arg.dtype for arg in node.args} == {node.dtype}:
             return [f"const {vector} {name} = get_zipped<{vector}>({memory[0]} + j / 2, {memory[1]} + j / 2);"]
         whole = run % LANES == 0
         at = f"j / {block} * {run} + j % {run}" if whole else f"(j + i) / {block} * {run} + (j + i) % {run}"
+        which, source = f"which_{name}", f"from_{name}"
         choice = ""
-        for index, (text, place) in enumerate(zip(flat, memory, strict=True)):
-            arg = node.args[index]
+        for index, (arg, text, place) in enumerate(zip(node.args, flat, memory, strict=True)):
             if whole:
-                one = text or _as(node.dtype, f"get<{VECTOR[arg.dtype]}>({place} + from, 16)", arg.dtype)
+                one = text or as_type(node.dtype, f"get<{VECTOR[arg.dtype]}>({place} + {source}, 16)", arg.dtype)
             else:
-                one = f"({LANE[node.dtype]})({text}[0])" if text else f"({LANE[node.dtype]})(({place})[from])"
-            choice += one if index == count - 1 else f"which == {index} ? {one} : "
+                one = f"({LANE[node.dtype]}){text}[0]" if text else f"({LANE[node.dtype]})({place})[{source}]"
+            choice += one if index == count - 1 else f"{which} == {index} ? {one} : "
         if whole:
             return [
-                f"const i64 which_{name} = j / {run} % {count}, from_{name} = {at};",
-                f"const {vector} {name} = {choice.replace('which', f'which_{name}').replace('from', f'from_{name}')};",
+                f"const i64 {which} = j / {run} % {count}, {source} = {at};",
+                f"const {vector} {name} = {choice};",
             ]
         return [
             f"{vector} {name} = {{}};",
             "for (int i = 0; i < n; i++) {",
-            f"  const i64 which = (j + i) / {run} % {count}, from = {at};",
+            f"  const i64 {which} = (j + i) / {run} % {count}, {source} = {at};",
             f"  {name}[i] = {choice};",
             "}",
         ]
@@ -403,7 +361,7 @@ class EpilogueWriter:
         """A variable of the function for one of the call's arguments: a pointer if it has a dtype."""
         if name not in self.head_named:
             self.head_named[name] = name
-            place = f"args[FIRST_B + {3 * len(self.program.products) + parameters(self.program).index(name)}]"
+            place = f"args[FIRST_B + {B_ARGUMENTS * len(self.program.products) + parameters(self.program).index(name)}]"
             kind = "i64" if dtype is None else f"{'' if writes else 'const '}{DTYPES[dtype]}* "
             value = place if dtype is None else f"({kind.strip()}){place}"
             self.head_lines.append(f"{'const i64' if dtype is None else kind + 'const'} {name} = {value};")
@@ -421,33 +379,34 @@ class EpilogueWriter:
         operand, vector = self.program.operand(node.attr("name")), VECTOR[node.dtype]
         base, frame, cols = self._parameter(f"in_{operand.name}", operand.dtype), node.attr("frame"), node.space.cols
         if operand.layout != "rows":
-            row = self._row_place(f"row_{operand.name}", self._head_row(base, "m % args[ROWS_PER_SAMPLE]"), stage)
-            return f"get_by<{vector}>({row}, c, n, {base}_sd == 1, {self._head_map(base, operand.head, cols, frame)})"
+            row = self._row_place(f"row_in_{operand.name}", self._head_row(base, "m % args[ROWS_PER_SAMPLE]"), stage)
+            return f"get_by<{vector}>({row}, c, n, sd_{base} == 1, {self._head_map(base, operand.head, cols, frame)})"
         row = base
         if operand.rows != "none":
-            step = self._parameter(f"{base}_step")
+            step = self._parameter(f"step_{base}")
             number = "m"
             if operand.rows in ("sample", "repeat"):
-                number = f"m {'/' if operand.rows == 'sample' else '%'} {self._parameter(f'{base}_span')}"
+                number = f"m {'/' if operand.rows == 'sample' else '%'} {self._parameter(f'span_{base}')}"
             elif operand.rows == "index":
                 index = self.program.operand(operand.row_index or "")
-                number = f"{self._parameter(f'in_{index.name}', index.dtype)}[m]"
-            row = self._row_place(f"row_{operand.name}", f"{base} + ({number}) * {step}", stage)
+                place = f"{self._parameter(f'in_{index.name}', index.dtype)}[m]"
+                number = f"counted_back({place}, {self._parameter(f'count_{base}')})"
+            row = self._row_place(f"row_in_{operand.name}", f"{base} + ({number}) * {step}", stage)
         if operand.period:
             if operand.period == cols:
                 return f"get<{vector}>({row} + c, n)"
             return f"get_by<{vector}>({row}, c, n, true, [](i64 c) {{ return c % {operand.period}; }})"
         if frame is None or frame.run == cols:
-            return f"get<{vector}>({row} + c{_plus(frame)}, n)"
-        return f"get_by<{vector}>({row}, c, n, true, [](i64 c) {{ return {_framed(frame)}; }})"
+            return f"get<{vector}>({row} + c{plus(frame)}, n)"
+        return f"get_by<{vector}>({row}, c, n, true, [](i64 c) {{ return {framed(frame)}; }})"
 
     def _head_row(self, base: str, within: str) -> str:
-        sb, st = self._parameter(f"{base}_sb"), self._parameter(f"{base}_st")
+        sb, st = self._parameter(f"sb_{base}"), self._parameter(f"st_{base}")
         return f"{base} + m / args[ROWS_PER_SAMPLE] * {sb} + {within} * {st}"
 
     def _head_map(self, base: str, head: int, cols: int, frame: Frame | None) -> str:
-        sh, sd = self._parameter(f"{base}_sh"), self._parameter(f"{base}_sd")
-        column = "c" if frame is None else f"c{_plus(frame)}" if frame.run == cols else _framed(frame)
+        sh, sd = self._parameter(f"sh_{base}"), self._parameter(f"sd_{base}")
+        column = "c" if frame is None else f"c{plus(frame)}" if frame.run == cols else framed(frame)
         return f"[=](i64 c) {{ const i64 q = {column}; return q / {head} * {sh} + q % {head} * {sd}; }}"
 
     def _store(self, store: Store, piece_index: int) -> None:
@@ -457,7 +416,7 @@ class EpilogueWriter:
         frame, value = piece.frame, piece.value
         cols = store.cols // (frame.count if frame else 1)
         stage = self.stage_of(value, store.group, cols)
-        text = _as("float", self._value(value, stage), value.dtype)
+        text = as_type("float", self._value(value, stage), value.dtype)
         base = self._parameter(f"out_{store.name}", store.dtype, writes=True)
         number, condition = "m", ""
         if store.row_index:
@@ -467,14 +426,14 @@ class EpilogueWriter:
         if store.layout != "rows":
             within = number if store.row_index else "m % args[ROWS_PER_SAMPLE]"
             row = self._row_place(f"row_out_{store.name}", self._head_row(base, within), stage)
-            target = f"put_by({row}, {text}, c, n, {base}_sd == 1, {self._head_map(base, store.head, cols, frame)});"
+            target = f"put_by({row}, {text}, c, n, sd_{base} == 1, {self._head_map(base, store.head, cols, frame)});"
         else:
-            step = self._parameter(f"{base}_step")
+            step = self._parameter(f"step_{base}")
             row = self._row_place(f"row_out_{store.name}", f"{base} + {number} * {step}", stage)
             if frame is None or frame.run == cols:
-                target = f"put({row} + c{_plus(frame)}, {text}, n);"
+                target = f"put({row} + c{plus(frame)}, {text}, n);"
             else:
-                target = f"put_by({row}, {text}, c, n, true, [](i64 c) {{ return {_framed(frame)}; }});"
+                target = f"put_by({row}, {text}, c, n, true, [](i64 c) {{ return {framed(frame)}; }});"
         stage.lines.append(condition + target)
 
     def _flat_store(self, store: Store, piece_index: int, tail: Stage) -> None:
@@ -482,7 +441,7 @@ class EpilogueWriter:
         if store.cols:
             return
         value = store.pieces[piece_index].value
-        text = _as("float", self._value(value, tail), value.dtype)
+        text = as_type("float", self._value(value, tail), value.dtype)
         base = self._parameter(f"out_{store.name}", store.dtype, writes=True)
         number = "m"
         condition = "at.col == 0"
@@ -490,7 +449,7 @@ class EpilogueWriter:
             index = self.program.operand(store.row_index)
             number = f"{self._parameter(f'in_{index.name}', index.dtype)}[m]"
             condition += f" && {number} >= 0"
-        tail.lines.append(f"if ({condition}) put({base} + {number} * {self._parameter(f'{base}_step')}, {text}, 1);")
+        tail.lines.append(f"if ({condition}) put({base} + {number} * {self._parameter(f'step_{base}')}, {text}, 1);")
 
     # ---- reductions
 
@@ -513,13 +472,13 @@ class EpilogueWriter:
             case "max":
                 results = [f"max_of({over('max_over', lowest)})"]
             case "lse":
-                tail.lines.append(f"const float {name}_top = max_of({over('max_over', lowest)});")
-                shift = f"finite_or_zero({name}_top)"
-                results = [f"{name}_top", f"sum_of({over('exponentials_over', zero, shift)})"]
+                tail.lines.append(f"const float top_{name} = max_of({over('max_over', lowest)});")
+                shift = f"finite_or_zero(top_{name})"
+                results = [f"top_{name}", f"sum_of({over('exponentials_over', zero, shift)})"]
             case _:
                 count = f"(float)({len(places)} * {width})"
-                tail.lines.append(f"const float {name}_mean = sum_of({over('sum_over', zero)}) / {count};")
-                results = [f"{name}_mean", f"sum_of({over('squares_over', zero, f'{name}_mean')})"]
+                tail.lines.append(f"const float mean_{name} = sum_of({over('sum_over', zero)}) / {count};")
+                results = [f"mean_{name}", f"sum_of({over('squares_over', zero, f'mean_{name}')})"]
         for index, result in enumerate(results):
             tail.lines.append(f"{partial}[({index} * at.panels + at.panel) * args[ROWS] + m] = {result};")
 
@@ -536,11 +495,11 @@ class EpilogueWriter:
                 f"float* const {name} = (float*)(at.room + {offset});",
                 f"for (i64 j = 0; j < width_{cols}; j += 16) put({name} + j, all<V>({fill}), 16);",
             ]
-            text = _as("float", self._value(value, stage), value.dtype)
+            text = as_type("float", self._value(value, stage), value.dtype)
             joined = "get<V>({0} + j, 16) + {1}" if sink.how == "sum" else "maximum(get<V>({0} + j, 16), {1})"
             stage.lines.append(f"put({name} + j, {joined.format(name, text)}, 16);")
             place = f"{partial} + (at.row_tile * args[BATCH] + at.batch) * {sink.cols}"
-            column = "c" if frame is None else f"c{_plus(frame)}" if frame.run == cols else _framed(frame)
+            column = "c" if frame is None else f"c{plus(frame)}" if frame.run == cols else framed(frame)
             where = f"c, n, true, [](i64 c) {{ return {column}; }}"
             merged = "before + block" if sink.how == "sum" else "maximum(before, block)"
             merges += [
@@ -564,78 +523,23 @@ def finish_function(program: Program) -> list[str]:
     names = parameters(program)
 
     def argument(name: str) -> str:
-        return f"args[FIRST_B + {3 * len(program.products) + names.index(name)}]"
+        return f"args[FIRST_B + {B_ARGUMENTS * len(program.products) + names.index(name)}]"
 
     lines = []
     for index, node in enumerate(loads):
         operand = program.operand(node.attr("name"))
         name = f"in_{operand.name}"
         how = node.attr("field") if operand.stat == "moments" else operand.stat
-        sizes = f", {argument(f'{name}_width')}, {argument(f'{name}_total')}" if operand.stat == "moments" else ""
+        sizes = f", {argument(f'width_{name}')}, {argument(f'total_{name}')}" if operand.stat == "moments" else ""
         partials = f"(const {DTYPES[operand.dtype]}*){argument(name)} + m"
-        value = f"finish_{how}({partials}, {argument(f'{name}_tiles')}, args[ROWS], n{sizes})"
+        value = f"finish_{how}({partials}, {argument(f'tiles_{name}')}, args[ROWS], n{sizes})"
         lines.append(f"put(stats + {index} * args[ROWS] + m, {value}, n);")
     return [
         "static void finish(const i64* args, i64 m0, i64 m1, float* stats) {",
         "  for (i64 m = m0; m < m1; m += 16) {",
         "    const int n = lanes(m1 - m);",
-        *_indented(_indented(lines)),
+        *indented(indented(lines)),
         "  }",
         "}",
         "",
     ]
-
-
-def _spelled(node: Node, args: list[str]) -> str:
-    """An elementwise op on named arguments, each brought to the type that the op computes in."""
-    kinds = [arg.dtype for arg in node.args]
-    op = node.op
-    if op in LOGIC:
-        return SPELLING[op].format(*(_as("bool", text, kind) for text, kind in zip(args, kinds, strict=True)))
-    if op == "where":
-        rest = [_as("float", text, kind) for text, kind in zip(args[1:], kinds[1:], strict=True)]
-        return SPELLING[op].format(_as("bool", args[0], kinds[0]), *rest)
-    if op == "random":
-        return SPELLING[op].format(*(_as("int", text, kind) for text, kind in zip(args, kinds, strict=True)))
-    if op in WHOLE and set(kinds) == {"int"}:
-        text = SPELLING[op].format(*args)
-        return f"truth({text})" if op in COMPARES else text
-    floats = [_as("float", text, kind) for text, kind in zip(args, kinds, strict=True)]
-    if op == "cast":
-        return f"cast_to<{DTYPES[node.attr('dtype')]}>({floats[0]})"
-    if op in ("maximum", "minimum"):
-        for index, arg in enumerate(node.args):
-            if arg.op == "const" and not math.isnan(arg.attr("value")):
-                bound = "at_least" if op == "maximum" else "at_most"
-                return f"{bound}({_literal(arg.attr('value'))}, {floats[1 - index]})"
-    return SPELLING[op].format(*floats)
-
-
-def _as(wanted: str, text: str, kind: str) -> str:
-    """A value of one type as another."""
-    return text if wanted == kind else f"{ {'float': 'number', 'int': 'whole', 'bool': 'truth'}[wanted] }({text})"
-
-
-def _framed(frame: Frame) -> str:
-    return f"framed(c, {frame.index}, {frame.run}, {frame.block})"
-
-
-def _plus(frame: Frame | None) -> str:
-    """Where the only run of a frame begins."""
-    return f" + {frame.index * frame.run}" if frame and frame.index else ""
-
-
-def _truth(value: bool) -> str:
-    return "true" if value else "false"
-
-
-def _literal(value: float) -> str:
-    if math.isnan(value):
-        return '__builtin_nanf("")'
-    if math.isinf(value):
-        return f"{'-' if value < 0 else ''}__builtin_inff()"
-    return f"{value!r}f"
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"  {line}" for line in lines]

@@ -92,7 +92,9 @@ def why_not(program: Program) -> list[Reason]:
         reasons.append(Reason("dtype", f"products of {program.a_dtype} have no kernel"))
     for segment in program.segments:
         if len(segment.strips) > MOST_STRIPS:
-            reasons.append(Reason("strips", f"{len(segment.strips)} strips meet in one panel, {MOST_STRIPS} is the most"))
+            reasons.append(
+                Reason("strips", f"{len(segment.strips)} strips meet in one panel, {MOST_STRIPS} is the most")
+            )
         for node in segment.nodes:
             if node.space.rows > 1 and not node.space.cols:
                 reasons.append(Reason("groups", f"{node.op}: a value for {node.space.rows} rows and no column"))

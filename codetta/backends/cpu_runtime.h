@@ -51,10 +51,6 @@ struct Segment {
   void (*epilogue)(const Place&, const i64* args);
 };
 struct Plan {
-  i64 k;
-  i64 a_transposed;
-  i64 products;
-  const i64* b_transposed;
   i64 count;
   const Segment* segments;
   i64 row_block;         // rows that an epilogue must see together; 0: any number
@@ -62,8 +58,10 @@ struct Plan {
   i64 stats;             // how many finished reductions there are
   void (*finish)(const i64* args, i64 m0, i64 m1, float* stats);
 };
-// A call's arguments: these, then pointer, step and batch step of each B, then what the program's epilogues read.
-enum { ROWS, ROWS_PER_BATCH, BATCH, ROWS_PER_SAMPLE, THREADS, A_POINTER, A_STEP, FIRST_B };
+// A call's arguments: these, then those of each B, then what the program's epilogues read. Sizes and layouts that no epilogue
+// looks at are among them, so that programs which differ in nothing else share a library. Transposed: k is not the dense side.
+enum { ROWS, ROWS_PER_BATCH, BATCH, ROWS_PER_SAMPLE, THREADS, DEPTH, A_POINTER, A_STEP, A_TRANSPOSED, FIRST_B };
+enum { B_POINTER, B_STEP, B_BATCH_STEP, B_TRANSPOSED, B_ARGUMENTS };
 
 // ---- lanes -----------------------------------------------------------------------------------------------------------
 
@@ -263,6 +261,13 @@ template <class X, class T, class Map> INLINE void put_by(T* p, X x, i64 c, int 
 }
 // Column c of a strip as a column of the whole.
 INLINE i64 framed(i64 c, i64 index, i64 run, i64 block) { return c / run * block + index * run + c % run; }
+template <class Map> INLINE I columns_from(i64 c, Map map) {
+  I x;
+  for (int i = 0; i < 16; i++) x[i] = map(c + i);
+  return x;
+}
+// A row number of a table of `count` rows; negative ones count from the end.
+INLINE i64 counted_back(i64 row, i64 count) { return row < 0 ? row + count : row; }
 // Pairs of columns taken apart, and put together. These read up to 16 lanes beyond what they need.
 #define EVENS 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define ODDS 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31

@@ -112,7 +112,8 @@ class TritonBackend:
     def compile(self, program: Program, binding: Binding, tile: Tile) -> None:
         """Compile the kernel that `launch` would run, and run nothing; threads may do so side by side."""
         kernel, grid, arguments, options, _ = self._bound(program, binding, tile)
-        kernel.warmup(*arguments, grid=grid, **options)
+        if not interpreting():
+            kernel.warmup(*arguments, grid=grid, **options)
 
     def _bound(
         self, program: Program, binding: Binding, tile: Tile

@@ -119,7 +119,7 @@ def _signature(
     """Types of the kernel's parameters, with the alignment that ordinary tensors have."""
     specialised = tile.loop in SPECIALISED
     names = (gluon_gemm if specialised else triton_gemm).kernel_parameters(program, tile)
-    types = dict.fromkeys(names, "i32")
+    types: dict[str, str] = dict.fromkeys(names, "i32")
     element = SHORT[program.a_dtype]
     if specialised:
         for name, role, what in gluon_gemm.descriptors(program, tile):
@@ -134,8 +134,8 @@ def _signature(
             for strip in segment.strips:
                 width = tile.strip(segment)
                 nk = program.products[strip.product].layout == "nk"
-                block = (width, tile.depth) if nk else (tile.depth, width)
-                types[f"b{strip.product}"] = f"tensordesc<{element}[{block[0]},{block[1]}]>"
+                n, k = (width, tile.depth) if nk else (tile.depth, width)
+                types[f"b{strip.product}"] = f"tensordesc<{element}[{n},{k}]>"
     for operand in program.operands:
         types[f"in_{operand.name}_ptr"] = f"*{SHORT[operand.dtype]}"
     for store in program.stores:
@@ -143,7 +143,7 @@ def _signature(
     for sink in program.sinks:
         types[f"{sink_name(sink)}_part"] = "*fp32"
     skipped = unspecialised(names)
-    aligned = {
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
         if types[name].startswith("*") or (types[name] == "i32" and name not in skipped)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from codetta import library
 from codetta.call import Epilogue
+from codetta.program import Program
+from codetta.runtime.bind import Binding
 
 Tensors = dict[str, Any]
 
@@ -38,7 +40,11 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return self.a.shape[0], sum(w.shape[0] for w in self.weights), self.a.shape[1]
+        k = self.a.shape[-1]
+        return self.a.numel() // k, sum(w.shape[0] for w in self.weights), k
+
+    def bind(self) -> tuple[Program, Binding]:
+        return self.epilogue.bind(self.a, self.w, **self.operands)
 
     def tensors(self) -> list[Tensor]:
         return [self.a, *self.weights, *(value for value in self.operands.values() if isinstance(value, Tensor))]
@@ -104,6 +110,7 @@ def eager_rope(samples: int, head: int) -> Callable[..., tuple[Tensor, ...]]:
     def eager(
         a: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor, sumsq: Tensor
     ) -> tuple[Tensor, ...]:
+        a = a.flatten(0, 1)
         r = rms(sumsq, a.shape[1]).to(a.dtype)
         q, k, v = (a @ wq.T) * r, (a @ wk.T) * r, (a @ wv.T) * r
         heads = v.view(samples, -1, v.shape[1] // head, head).transpose(1, 2).contiguous()
@@ -116,6 +123,7 @@ def eager_qk_rope(samples: int, head: int) -> Callable[..., tuple[Tensor, ...]]:
     def eager(
         a: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, sumsq: Tensor
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        a = a.flatten(0, 1)
         r = rms(sumsq, a.shape[1]).to(a.dtype)
         outputs = []
         for w, g in ((wq, q_weight), (wk, k_weight)):
@@ -222,11 +230,11 @@ def cases(
             eager_swiglu_keep,
         ),
         "norm_rope": lambda: Case(
-            "norm_rope", lib.norm_rope, make(rows, d), (make.weight(d, d), make.weight(kv, d), make.weight(kv, d)),
+            "norm_rope", lib.norm_rope, make(samples, rows // samples, d), (make.weight(d, d), make.weight(kv, d), make.weight(kv, d)),
             {"cos": table(), "sin": table(), "head": head, "sumsq": sumsq(d), "width": d}, eager_rope(samples, head), False,
         ),
         "norm_qk_rope": lambda: Case(
-            "norm_qk_rope", lib.norm_qk_rope, make(rows, d), (make.weight(d, d), make.weight(kv, d), make.weight(kv, d)),
+            "norm_qk_rope", lib.norm_qk_rope, make(samples, rows // samples, d), (make.weight(d, d), make.weight(kv, d), make.weight(kv, d)),
             {"q_weight": make(head), "k_weight": make(head), "cos": table(), "sin": table(), "head": head, "sumsq": sumsq(d), "width": d},
             eager_qk_rope(samples, head), False,
         ),

@@ -53,7 +53,10 @@ def _cuda(contenders: Contenders, each_ms: float) -> dict[str, float]:
     count = max(5, min(300, int(each_ms * len(contenders) / max(total, 0.05))))
     sweeps = [sweep() for _ in range(count)]
     torch.cuda.synchronize()
-    return {name: statistics.median(events[name][0].elapsed_time(events[name][1]) for events in sweeps) for name in contenders}
+    return {
+        name: statistics.median(events[name][0].elapsed_time(events[name][1]) for events in sweeps)
+        for name in contenders
+    }
 
 
 def _captured(fn: Callable[[], object]) -> Callable[[], object]:

@@ -43,6 +43,9 @@ def _shapes(rows: int, target: Target | None, exact: bool = False) -> list[tuple
         return [(32, 32, 32, 2, 4), (32, 64, 32, 2, 4), (32, 128, 32, 2, 4), (32, 256, 32, 2, 4)]
     if exact:
         return [(64, 64, 32, 2, 8), (32, 128, 32, 2, 8), (32, 64, 32, 2, 8), (64, 128, 32, 2, 8), (16, 256, 32, 2, 8)]
+    if 0 < rows <= 64 and target.vendor == "hip":
+        m = 16 if rows <= 16 else 64
+        return [(m, 64, 64, 2, 4), (m, 128, 64, 2, 4), (m, 256, 32, 2, 4), (m, 256, 32, 2, 8)]
     if rows and rows <= 16:
         return [(16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 256, 64, 3, 4)]
     if rows and rows <= 64:

@@ -96,6 +96,8 @@ def bind_operand(operand: Operand, value: Tensor | Stat, rows: int, samples: int
             expected = math.ceil(rows / operand.group)
             if operand.rows == "each" and value.shape[0] != expected:
                 raise _shape(name, value, f"({expected}, {operand.cols})")
+            if operand.rows == "sample" and samples > 1 and value.shape[0] != samples:
+                raise ArgumentError(name, f"has {value.shape[0]} rows for {samples} samples", "pass one row per sample")
             if operand.rows in ("sample", "repeat") and (value.shape[0] == 0 or rows % value.shape[0]):
                 raise ArgumentError(
                     name, f"{value.shape[0]} rows do not divide the {rows} rows of a", "pass one row per sample"

@@ -1,0 +1,457 @@
+"""The command line: env, bench, tune, show, demo, cache.
+
+With --json the last line of stdout is one JSON object, and whatever is meant for people goes to stderr. This file
+formats; what it prints is computed elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.syntax import Syntax
+from rich.table import Table
+
+from codetta import compiler
+from codetta.bench import demo as demo_module
+from codetta.bench.kernels import NAMES
+from codetta.bench.run import (
+    DTYPES,
+    KernelBench,
+    Record,
+    Row,
+    device_name,
+    geometric_means,
+    run_kernels,
+    versions,
+)
+from codetta.bench.samples import Sizes, library_names, sample
+from codetta.errors import ArgumentError, CodettaError
+from codetta.plan.target import TARGETS, device_target
+from codetta.runtime.cache import Cache, default_directory
+
+app = typer.Typer(help="GEMM-epilogue programs: one matrix product and everything that follows it, in one kernel.", no_args_is_help=True, pretty_exceptions_enable=False)  # fmt: skip
+bench_app = typer.Typer(help="Measure, with the baselines in the same run.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout; the rest goes to stderr.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N; default: a GPU where there is one.")]
+Only = Annotated[list[str] | None, typer.Option(help="Only this program; may be repeated.")]
+SizesOption = Annotated[list[str] | None, typer.Option("--sizes", help="D,F of a model; may be repeated.")]
+Dtype = Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(DTYPES)}; may be repeated.")]
+
+
+def reported(command: Callable[..., None]) -> Callable[..., None]:
+    """Errors that Codetta raises on purpose are messages, not tracebacks."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except CodettaError as error:
+            Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+            raise typer.Exit(2) from None
+
+    return run
+
+
+def screen(as_json: bool) -> Console:
+    """Where people read. Redirected output is not cut to a terminal's width."""
+    file = sys.stderr if as_json else sys.stdout
+    return Console(file=file, width=None if file.isatty() else 160)
+
+
+def finish(as_json: bool, value: Any) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(value) + "\n")
+        sys.stdout.flush()
+
+
+def pick_device(name: str) -> torch.device:
+    if not name:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ArgumentError("device", f"{name!r} is unknown", "use cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ArgumentError("device", f"{name!r} is not supported", "use cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ArgumentError(
+            "device", f"there is no {name} here", f"{torch.cuda.device_count()} GPUs are visible: use cpu"
+        )
+    return device
+
+
+def parse_sizes(given: list[str] | None) -> tuple[tuple[int, int], ...]:
+    found = []
+    for text in given or []:
+        parts = text.split(",")
+        if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+            raise ArgumentError(
+                "sizes", f"{text!r} is not D,F", "pass two whole numbers, for example --sizes 2048,8192"
+            )
+        found.append((int(parts[0]), int(parts[1])))
+    return tuple(found)
+
+
+@contextmanager
+def bar(console: Console, what: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar; the function it yields counts one more and says what is next."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda text: progress.update(task, advance=1, description=text)
+
+
+# ---- env ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+@reported
+def env(as_json: Json = False) -> None:
+    """Versions, devices, compilers, backends and caches: what is here, and why what is missing is missing."""
+    facts = environment()
+    console = screen(as_json)
+    for title, section in facts.items():
+        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+        for key, value in section.items():
+            table.add_row(key, value if isinstance(value, str) else json.dumps(value))
+        console.print(table)
+    finish(as_json, facts)
+
+
+def environment() -> dict[str, dict[str, Any]]:
+    found: dict[str, Any] = versions()
+    for name in ("islpy", "numpy", "rich", "typer"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "absent"
+    devices: dict[str, Any] = {"cpu": device_name(torch.device("cpu"))}
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        target = device_target(device)
+        devices[f"cuda:{index}"] = f"{device_name(device)}, {target.name if target else 'not in the table of targets'}"
+    compilers = {name: shutil.which(name) or "not found" for name in ("c++", "g++", "clang++")}
+    return {
+        "versions": found,
+        "devices": devices,
+        "compilers": compilers,
+        "backends": {name: backend_state(name) for name in compiler.BACKENDS},
+        "caches": caches(),
+    }
+
+
+def backend_state(name: str) -> str:
+    """ "available", or why not: asked of the backend itself, with the smallest of programs."""
+    from codetta import library
+
+    device = torch.device("cuda" if name == "triton" and torch.cuda.is_available() else "cpu")
+    program, binding = library.bias_activation.bind(torch.zeros(2, 16, device=device), torch.zeros(16, 16, device=device), activation="relu")  # fmt: skip
+    try:
+        reasons = compiler.load_backend(name).why_not(program, binding)
+    except ImportError as error:
+        return f"not available: {error}"
+    return "not available: " + "; ".join(map(str, reasons)) if reasons else "available"
+
+
+def caches() -> dict[str, Any]:
+    """Kinds of entries in the cache directory with their number and bytes, and Triton's own directory."""
+    folder = default_directory()
+    kinds = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    found: dict[str, Any] = {"directory": str(folder)}
+    for kind in kinds:
+        entries, size = Cache(kind).size()
+        found[kind] = {"entries": entries, "bytes": size}
+    try:
+        from triton import knobs
+
+        found["triton compiles into"] = str(knobs.cache.dir)
+    except (ImportError, AttributeError):
+        pass
+    return found
+
+
+@app.command()
+@reported
+def cache(clear: Annotated[bool, typer.Option(help="Forget everything.")] = False, as_json: Json = False) -> None:
+    """The disk cache: kernels' sources, CPU libraries and tuning results."""
+    facts = caches()
+    console = screen(as_json)
+    if clear:
+        for kind in facts:
+            if isinstance(facts[kind], dict):
+                Cache(kind).clear()
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            console.print(
+                f"{key:12} {value['entries']:6} entries {value['bytes'] / 2**20:9.2f} MiB{'  cleared' if clear else ''}"
+            )
+        else:
+            console.print(f"{key}: {value}", soft_wrap=True)
+    finish(as_json, {**facts, "cleared": clear})
+
+
+# ---- bench and tune ----------------------------------------------------------------------------------------------
+
+
+@bench_app.command()
+@reported
+def kernels(
+    rows: Annotated[int, typer.Option(help="Rows M; default 16384 on a GPU, 512 on a CPU.")] = 0,
+    sizes: SizesOption = None,
+    dtype: Dtype = None,
+    only: Only = None,
+    device: Device = "",
+    rounds: Annotated[int, typer.Option(help="Rounds of measurements; more is calmer.")] = 3,
+    skip_compile: Annotated[bool, typer.Option(help="Leave torch.compile out.")] = False,
+    max_autotune: Annotated[bool, typer.Option(help="Let torch.compile tune its own products.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Append the record to this .jsonl file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The library's epilogues against the bare product, eager PyTorch and torch.compile, in one run."""
+    bench = KernelBench(
+        pick_device(device), rows, parse_sizes(sizes), tuple(dtype or ()), tuple(only or NAMES), rounds,
+        compiled=not skip_compile, max_autotune=max_autotune,
+    )  # fmt: skip
+    console = screen(as_json)
+    jobs = bench.jobs()
+    with bar(console, "ceilings", len(jobs)) as advance:
+        record = run_kernels(bench, "codetta " + " ".join(sys.argv[1:]), lambda row: advance(row["program"]))
+    console.print(kernel_table(record))
+    console.print(summary(record), highlight=False)
+    for why in sorted({row["why"] for row in record.rows if row.get("why")}):
+        console.print(f"on the reference backend: {why}", soft_wrap=True)
+    if out is not None:
+        record.append_to(out)
+    finish(as_json, record.json())
+
+
+def kernel_table(record: Record) -> Table:
+    table = Table(
+        title=f"{record.device}, {record.date}", caption="x: how many times faster ours is; green 1.00 and above"
+    )
+    for name in ("program", "dtype", "M", "N", "K"):
+        table.add_column(name, justify="left" if name in ("program", "dtype") else "right")
+    for name in ("ms", "product", "x", "compile", "x", "eager", "x", "error/eager's", "tile"):
+        table.add_column(name, justify="left" if name == "tile" else "right")
+    for row in record.rows:
+        cells = [row["program"], row["dtype"], *(str(row[key]) for key in "MNK"), f"{row['ms']:.3f}"]
+        for key in ("cublas_ms", "compile_ms", "eager_ms"):
+            cells += [f"{row[key]:.3f}", _ratio(row[key] / row["ms"])] if row[key] else ["-", "-"]
+        style = "" if row["within_budget"] else "red"
+        cells += [
+            f"[{style}]{row['err_ratio']:.2f}[/]" if style else f"{row['err_ratio']:.2f}",
+            row["tile"] or row["backend"],
+        ]
+        table.add_row(*cells)
+    return table
+
+
+def _ratio(x: float) -> str:
+    return f"[{'green' if x >= 1 else 'red'}]{x:.2f}[/]"
+
+
+def summary(record: Record) -> str:
+    """Geometric means, wins and losses, the worst row of each comparison, and the ceilings."""
+    lines = []
+    names = {"cublas": "the bare product", "compile": "product + torch.compile", "eager": "product + eager"}
+    for key, mean in geometric_means(record.rows).items():
+        rows = [row for row in record.rows if row.get(f"{key}_ms")]
+        if mean is None or not rows:
+            continue
+        worst = min(rows, key=lambda row: row[f"{key}_ms"] / row["ms"])
+        lost = sum(row[f"{key}_ms"] < row["ms"] for row in rows)
+        lines.append(
+            f"against {names[key]}: {mean:.3f}x in the geometric mean, {len(rows) - lost} won, {lost} lost, "
+            f"worst {worst[f'{key}_ms'] / worst['ms']:.2f}x ({_where(worst)})"
+        )
+    if record.rows:
+        error = max(record.rows, key=lambda row: row["err_ratio"])
+        over = sum(not row["within_budget"] for row in record.rows)
+        lines.append(f"largest error: {error['err_ratio']:.2f} times eager's ({_where(error)}); {over} over the budget")
+    reads, products = record.ceilings["read_tbs"], record.ceilings["matmul_tflops"]
+    lines.append(f"the device reads {reads:g} TB/s and multiplies at {products:g} TFLOP/s")
+    return "\n".join(lines)
+
+
+def _where(row: Row) -> str:
+    return f"{row['program']} {row['M']}x{row['N']}x{row['K']}"
+
+
+@app.command()
+@reported
+def tune(
+    rows: Annotated[int, typer.Option(help="Rows M; the result serves their whole bucket.")] = 0,
+    sizes: SizesOption = None,
+    dtype: Dtype = None,
+    only: Only = None,
+    device: Device = "",
+    limit: Annotated[int, typer.Option(help="Candidates for each program.")] = 24,
+    as_json: Json = False,
+) -> None:
+    """Measure the legal tiles of the library's programs on this GPU and remember the best."""
+    from codetta.bench.tune import tune as tune_program
+
+    bench = KernelBench(pick_device(device), rows, parse_sizes(sizes), tuple(dtype or ()), tuple(only or NAMES))
+    if not bench.on_gpu:
+        raise ArgumentError("device", "there is nothing to tune on a CPU: its backend has one schedule", "run this where a GPU is")  # fmt: skip
+    console = screen(as_json)
+    table = Table(title=f"{device_name(bench.device)}")
+    for name in ("program", "M", "N", "K", "default ms", "best ms", "x", "tile", "tried", "left out"):
+        table.add_column(name, justify="left" if name in ("program", "tile") else "right")
+    results, reasons = [], []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        whole = progress.add_task("tune", total=len(bench.jobs()))
+        step = progress.add_task("")
+        for d, f, kind, name in bench.jobs():
+            case = bench.case(d, f, kind, name)
+            program, binding = case.bind()
+            progress.update(whole, description=name)
+            found = tune_program(
+                program, binding, limit=limit,
+                progress=lambda stage, done, total: progress.update(step, description=stage, completed=done, total=total),
+            )  # fmt: skip
+            progress.advance(whole)
+            m, n, k = case.shape
+            best = found.tuned
+            table.add_row(
+                name, str(m), str(n), str(k), f"{best.default_ms:.3f}", f"{best.ms:.3f}", _ratio(best.default_ms / best.ms), str(best.tile),
+                str(best.tried), str(len(found.skipped)),
+            )  # fmt: skip
+            reasons += [f"{name}: {tile}: {why}" for tile, why in found.skipped]
+            results.append({
+                "program": name, "dtype": kind, "M": m, "N": n, "K": k, "ms": best.ms, "default_ms": best.default_ms,
+                "tile": dataclasses.asdict(best.tile), "tried": best.tried, "skipped": [[str(t), why] for t, why in found.skipped],
+            })  # fmt: skip
+            del case, program, binding
+            torch.cuda.empty_cache()
+    console.print(table)
+    for reason in reasons:
+        console.print(f"left out: {reason}", soft_wrap=True, highlight=False)
+    finish(as_json, {"device": device_name(bench.device), "versions": versions(), "rows": results})
+
+
+# ---- show and demo -----------------------------------------------------------------------------------------------
+
+
+@app.command()
+@reported
+def show(
+    name: Annotated[str, typer.Argument(help="An epilogue of the library; `codetta show list` names them.")],
+    backend: Annotated[str, typer.Option(help="triton, cpu or reference.")] = "triton",
+    target: Annotated[str, typer.Option(help=f"For triton: one of {', '.join(TARGETS)}.")] = "sm_90",
+    rows: Annotated[int, typer.Option(help="Rows M.")] = 4096,
+    sizes: Annotated[str, typer.Option(help="D,F of the model.")] = "2048,8192",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bf16",
+    as_json: Json = False,
+) -> None:
+    """An epilogue as equations, its tile on a target, and the generated source; needs no GPU."""
+    console = screen(as_json)
+    if name == "list":
+        for each in library_names():
+            console.print(f"{each:32}{demo_module.equation(each)}", soft_wrap=True, highlight=False, markup=False)
+        finish(as_json, {"names": library_names()})
+        return
+    if dtype not in DTYPES:
+        raise ArgumentError("dtype", f"{dtype!r} is unknown", f"use one of {', '.join(DTYPES)}")
+    if backend not in compiler.BACKENDS:
+        raise ArgumentError("backend", f"{backend!r} is unknown", f"use one of {', '.join(compiler.BACKENDS)}")
+    if target not in TARGETS:
+        raise ArgumentError("target", f"{target!r} is unknown", f"use one of {', '.join(TARGETS)}")
+    d, f = parse_sizes([sizes])[0]
+    samples = next(count for count in (4, 2, 1) if rows % count == 0)
+    head = next(size for size in (128, 64, 32, 16, 1) if d % size == 0)
+    shape = Sizes(rows, d, f, head=head, samples=samples)
+    # The CPU backend looks at real memory; the others are content with shapes.
+    where = torch.device("cpu" if backend == "cpu" else "meta")
+    program, binding = sample(name, shape, where, DTYPES[dtype]).bind()
+    facts: dict[str, Any] = {"name": name, "backend": backend, "program": program.text}
+    console.print(f"{name}: {demo_module.equation(name)}", highlight=False, markup=False)
+    console.print(Syntax(program.text, "text", word_wrap=True, background_color="default"))
+    if backend == "triton":
+        from codetta.backends.triton import TritonBackend, source
+
+        tiles, refused = TritonBackend().candidates(program, binding, TARGETS[target])
+        if not tiles:
+            raise ArgumentError(name, "has no legal tile: " + "; ".join(map(str, refused)), "try other sizes")
+        facts |= {"target": target, "tile": dataclasses.asdict(tiles[0]), "legal": len(tiles), "refused": [str(reason) for reason in refused]}  # fmt: skip
+        facts["source"] = source(program, tiles[0])
+        console.print(f"{target}: {tiles[0]}; {len(tiles)} legal tiles, {len(refused)} reasons against others", highlight=False)  # fmt: skip
+        for reason in refused[:8]:
+            console.print(f"  {reason}", highlight=False, soft_wrap=True)
+    elif backend == "cpu":
+        facts["source"] = load(backend).source(program, binding)
+    if "source" in facts:
+        language = "cpp" if backend == "cpu" else "python"
+        console.print(Syntax(facts["source"], language, word_wrap=True, background_color="default"))
+    finish(as_json, facts)
+
+
+def load(name: str) -> Any:
+    try:
+        return compiler.load_backend(name)
+    except ImportError as error:
+        raise ArgumentError("backend", f"{name} is not available: {error}", "use another") from None
+
+
+@app.command()
+@reported
+def demo(device: Device = "", as_json: Json = False) -> None:
+    """A Transformer block's epilogues on the hardware that is here: checked against float64, counted and timed."""
+    where = pick_device(device)
+    console = screen(as_json)
+    rows, d, f, dtype = demo_module.sizes(where)
+    console.print(f"{rows} rows, D = {d}, F = {f}, {dtype}, on {device_name(where)}", highlight=False)
+    shown = []
+    with bar(console, "demo", len(demo_module.NAMES)) as advance:
+        for each in demo_module.demo(where):
+            shown.append(each)
+            advance(each.name)
+    table = Table(show_lines=False)
+    for name in ("program", "fused into the product", "MB before", "after", "saved", "eager ms", "ours ms", "x", "eager's error", "ours", "backend"):  # fmt: skip
+        left = name in ("program", "fused into the product", "backend")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
+    for each in shown:
+        saved = 1 - each.bytes_after / each.bytes_before
+        mark = "" if each.within_budget else "red"
+        table.add_row(
+            each.name, escape(each.equation), f"{each.bytes_before / 1e6:.1f}", f"{each.bytes_after / 1e6:.1f}", f"{saved:.0%}", f"{each.eager_ms:.2f}",
+            f"{each.ms:.2f}", _ratio(each.eager_ms / each.ms), f"{each.eager_error:.1e}", f"[{mark}]{each.error:.1e}[/]" if mark else f"{each.error:.1e}",
+            each.backend,
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        "Errors are against float64. Before: the product as a kernel of its own, then one good pointwise kernel."
+    )
+    for why in sorted({each.why for each in shown if each.why}):
+        console.print(f"On the reference backend: {why}", soft_wrap=True)
+    example = sample("norm_swiglu").bind()
+    from codetta.backends.triton import TritonBackend, source
+
+    tiles, _ = TritonBackend().candidates(*example, TARGETS["sm_80"])
+    text = source(example[0], tiles[0])
+    start = text.index("@triton.jit")
+    console.print("\nWhat the compiler writes for norm_swiglu on a GPU begins like this:")
+    console.print(Syntax("\n".join(text[start:].splitlines()[:14]), "python", background_color="default"))
+    console.print(
+        "`codetta show norm_swiglu` prints all of it; docs/language.md explains the language, examples/ has more."
+    )
+    finish(as_json, {"device": device_name(where), "rows": [dataclasses.asdict(each) for each in shown]})  # fmt: skip
+    if not all(each.within_budget for each in shown):
+        raise typer.Exit(1)

@@ -1,0 +1,73 @@
+"""Cost: how many bytes a program carries between memory and chip, fused and not.
+
+A count, not a measurement: each tensor once for each kernel that reads or writes it, caches neither helping nor hurting.
+"""
+
+from __future__ import annotations
+
+import math
+
+from codetta.program import Operand, Program, Sink, Store
+from codetta.stat import FIELDS
+
+PARTIAL = 4  # bytes of a number in a statistic
+PARTIAL_COLS, PARTIAL_ROWS = 256, 128  # columns and rows that one partial stands for, as the large tiles leave them
+
+
+def bytes_moved(program: Program, rows: int, samples: int = 1) -> int:
+    """Of the fused program: A, every B, every operand and every output once; reductions as the partials of their tiles."""
+    outputs = sum(_store(store, rows) for store in program.stores) + sum(
+        _partials(sink, rows) for sink in program.sinks
+    )
+    return _matrices(program, rows) + _operands(program, rows, samples) + outputs
+
+
+def bytes_unfused(program: Program, rows: int, samples: int = 1) -> int:
+    """Of the same work with the product as a kernel of its own, and the rest as well fused as kernels after it can be.
+
+    The products are written in A's dtype. Then one pointwise kernel for each segment (values that meet) reads them and every
+    operand once and writes every output; it reduces rows on the way. A column reduction runs across that kernel's blocks, so
+    it is a kernel of its own that reads its value again.
+    """
+    products = rows * program.cols * program.a_dtype.itemsize
+    again = sum(rows * sink.cols * program.a_dtype.itemsize for sink in program.sinks if not sink.by_row)
+    outputs = sum(_store(store, rows) for store in program.stores) + sum(
+        _finished(sink, rows) for sink in program.sinks
+    )
+    return _matrices(program, rows) + 2 * products + again + _operands(program, rows, samples) + outputs
+
+
+def flops(program: Program, rows: int) -> int:
+    """Of the products alone."""
+    return 2 * rows * program.cols * program.k
+
+
+def _matrices(program: Program, rows: int) -> int:
+    weights = sum(product.cols * product.dtype.itemsize for product in program.products) * program.k
+    return rows * program.k * program.a_dtype.itemsize + weights
+
+
+def _operands(program: Program, rows: int, samples: int) -> int:
+    return sum(_operand(operand, program, rows, samples) for operand in program.operands)
+
+
+def _operand(operand: Operand, program: Program, rows: int, samples: int) -> int:
+    if operand.stat:
+        # Statistics are of A's rows as a rule, so they have a partial for each run of K.
+        return FIELDS[operand.stat] * math.ceil(program.k / PARTIAL_COLS) * rows * PARTIAL
+    count = {"none": 1, "sample": samples, "repeat": rows // samples}.get(operand.rows, math.ceil(rows / operand.group))
+    return count * max(operand.cols, 1) * operand.dtype.itemsize
+
+
+def _store(store: Store, rows: int) -> int:
+    return math.ceil(rows / store.group) * max(store.cols, 1) * store.dtype.itemsize
+
+
+def _partials(sink: Sink, rows: int) -> int:
+    if sink.by_row:
+        return FIELDS[sink.how] * math.ceil(sink.cols / PARTIAL_COLS) * rows * PARTIAL
+    return FIELDS[sink.how] * math.ceil(rows / PARTIAL_ROWS) * sink.cols * PARTIAL
+
+
+def _finished(sink: Sink, rows: int) -> int:
+    return FIELDS[sink.how] * (rows if sink.by_row else sink.cols) * PARTIAL
