@@ -16,9 +16,23 @@ import torch
 
 from codetta.backends.cpu_arguments import B_ARGUMENTS, parameters, stat_loads
 from codetta.backends.cpu_plan import LANES, Rows, panel_cols
-from codetta.backends.cpu_spelling import DTYPES, LANE, VECTOR, as_type, framed, indented, literal, plus, spelled, truth
+from codetta.backends.cpu_spelling import (
+    COMPARES,
+    DTYPES,
+    LANE,
+    SPELLING,
+    VECTOR,
+    as_type,
+    framed,
+    indented,
+    literal,
+    minus,
+    plus,
+    spelled,
+    truth,
+)  # fmt: skip
 from codetta.ir.graph import Frame, Node
-from codetta.program import Program, Segment, Sink, Store
+from codetta.program import Piece, Program, Segment, Sink, Store
 
 MOVES = ("part", "join", "group_sum", "group_max", "spread")
 LEAVES = ("load", "load_int", "col_index")  # cheaper to load again than to keep
@@ -89,7 +103,15 @@ class EpilogueWriter:
         return self.stages.setdefault(key, Stage(*key))
 
     def _find_kept(self) -> None:
+        read = {id(arg) for node in self.segment.nodes for arg in node.args} | {
+            id(value) for value in self._sink_values()
+        }
+        pieces = [self.program.stores[store].pieces[piece] for store, piece in self.segment.stores]
+        never_whole = {id(piece.value) for piece in pieces if _is_split(piece)} - read
+        whole = {id(piece.value) for piece in pieces if not _is_split(piece)}
         for node in self.segment.nodes:
+            if id(node) in never_whole - whole:
+                continue
             for arg in node.args:
                 if arg.op == "acc" or not arg.space.cols:
                     continue
@@ -119,7 +141,8 @@ class EpilogueWriter:
             place = f"{self._memory(node)} + j"
             stage.lines.append(f"put({place}, {self._value(node, stage)}, 16);")
         for store_index, piece_index in self.segment.stores:
-            self._store(self.program.stores[store_index], piece_index)
+            store = self.program.stores[store_index]
+            self._stores(store, store.pieces[piece_index])
         merges: list[str] = []
         tail = Stage(0, 1, 0)
         for index in self.segment.sinks:
@@ -240,6 +263,8 @@ class EpilogueWriter:
             expression = self._col_index(node)
         elif node.op in MOVES:
             return self._move(node, stage)
+        elif node.op in COMPARES and any(_is_run(arg) for arg in node.args):
+            expression = self._compare_columns(node, stage)
         else:
             expression = spelled(node, [self._value(arg, stage) for arg in node.args])
         return self._say(node, expression, stage)
@@ -281,9 +306,18 @@ class EpilogueWriter:
     def _scope(self, stage: Stage) -> tuple[list[str], dict[object, str]]:
         return (stage.row_lines, stage.row_named) if self.by_stage else (self.row_lines, self.row_named)
 
+    def _compare_columns(self, node: Node, stage: Stage) -> str:
+        """Column numbers against a number of the row's own: 32 bits will do, since columns of a vector are near."""
+        numbers, other = (node.args if _is_run(node.args[0]) else node.args[::-1])[:2]
+        if other.dtype != "int" or other.space.cols:
+            return spelled(node, [self._value(arg, stage) for arg in node.args])
+        distance = f"near({self._value(other, stage)}[0] - c{minus(numbers.attr('frame'))})"
+        sides = ("counted()", distance) if numbers is node.args[0] else (distance, "counted()")
+        return SPELLING[node.op].format(*sides)
+
     def _col_index(self, node: Node) -> str:
         frame = node.attr("frame")
-        if frame is None or frame.run == node.space.cols:
+        if _is_run(node):
             return f"counted_from(c{plus(frame)})"
         self.count += 1
         return f"columns_from(c, [=](i64 c) {{ return {framed(frame)}; }})"
@@ -300,7 +334,7 @@ class EpilogueWriter:
                 elif frame.run == node.space.cols:
                     expression = f"get<{vector}>({memory} + {frame.index * frame.run} + j, 16)"
                 else:
-                    expression = f"get_by<{vector}>({memory}, j, n, true, [](i64 c) {{ return {framed(frame)}; }})"
+                    expression = f"get_{self._way(frame.run)}<{vector}>({memory}, j, n, true, [](i64 c) {{ return {framed(frame)}; }})"
             case "spread":
                 cols = node.attr("cols")
                 expression = f"all<{vector}>(({memory})[j / {cols}])"
@@ -380,7 +414,10 @@ class EpilogueWriter:
         base, frame, cols = self._parameter(f"in_{operand.name}", operand.dtype), node.attr("frame"), node.space.cols
         if operand.layout != "rows":
             row = self._row_place(f"row_in_{operand.name}", self._head_row(base, "m % args[ROWS_PER_SAMPLE]"), stage)
-            return f"get_by<{vector}>({row}, c, n, sd_{base} == 1, {self._head_map(base, operand.head, cols, frame)})"
+            way = self._way(operand.head, *_run(frame, cols), cols=cols)
+            return (
+                f"get_{way}<{vector}>({row}, c, n, sd_{base} == 1, {self._head_map(base, operand.head, cols, frame)})"
+            )
         row = base
         if operand.rows != "none":
             step = self._parameter(f"step_{base}")
@@ -395,10 +432,20 @@ class EpilogueWriter:
         if operand.period:
             if operand.period == cols:
                 return f"get<{vector}>({row} + c, n)"
-            return f"get_by<{vector}>({row}, c, n, true, [](i64 c) {{ return c % {operand.period}; }})"
+            way = self._way(operand.period, cols=cols)
+            return f"get_{way}<{vector}>({row}, c, n, true, [](i64 c) {{ return c % {operand.period}; }})"
         if frame is None or frame.run == cols:
             return f"get<{vector}>({row} + c{plus(frame)}, n)"
-        return f"get_by<{vector}>({row}, c, n, true, [](i64 c) {{ return {framed(frame)}; }})"
+        return f"get_{self._way(frame.run, cols=cols)}<{vector}>({row}, c, n, true, [](i64 c) {{ return {framed(frame)}; }})"
+
+    def _way(self, *runs: int, cols: int = 0) -> str:
+        """How columns in runs are reached: by run where every vector lies in one, else lane by lane if need be.
+
+        cols: of the value, where its columns are counted from the first panel on; vectors begin at multiples of 16 if
+        every panel does.
+        """
+        aligned = not cols or self.panel == self.segment.cols or self._width(cols) % LANES == 0
+        return "run" if aligned and all(run % LANES == 0 for run in runs) else "by"
 
     def _head_row(self, base: str, within: str) -> str:
         sb, st = self._parameter(f"sb_{base}"), self._parameter(f"st_{base}")
@@ -409,10 +456,16 @@ class EpilogueWriter:
         column = "c" if frame is None else f"c{plus(frame)}" if frame.run == cols else framed(frame)
         return f"[=](i64 c) {{ const i64 q = {column}; return q / {head} * {sh} + q % {head} * {sd}; }}"
 
-    def _store(self, store: Store, piece_index: int) -> None:
-        if not store.cols:
-            return
-        piece = store.pieces[piece_index]
+    def _stores(self, store: Store, piece: Piece) -> None:
+        """A stored join is stored part by part, where the parts are known: one pass less over the row."""
+        value = piece.value
+        if _is_split(piece):
+            for index, arg in enumerate(value.args):
+                self._store(store, Piece(arg, Frame(index, len(value.args), value.attr("block"))))
+        elif store.cols:
+            self._store(store, piece)
+
+    def _store(self, store: Store, piece: Piece) -> None:
         frame, value = piece.frame, piece.value
         cols = store.cols // (frame.count if frame else 1)
         stage = self.stage_of(value, store.group, cols)
@@ -426,14 +479,16 @@ class EpilogueWriter:
         if store.layout != "rows":
             within = number if store.row_index else "m % args[ROWS_PER_SAMPLE]"
             row = self._row_place(f"row_out_{store.name}", self._head_row(base, within), stage)
-            target = f"put_by({row}, {text}, c, n, sd_{base} == 1, {self._head_map(base, store.head, cols, frame)});"
+            way = self._way(store.head, *_run(frame, cols), cols=cols)
+            target = f"put_{way}({row}, {text}, c, n, sd_{base} == 1, {self._head_map(base, store.head, cols, frame)});"
         else:
             step = self._parameter(f"step_{base}")
             row = self._row_place(f"row_out_{store.name}", f"{base} + {number} * {step}", stage)
             if frame is None or frame.run == cols:
                 target = f"put({row} + c{plus(frame)}, {text}, n);"
             else:
-                target = f"put_by({row}, {text}, c, n, true, [](i64 c) {{ return {framed(frame)}; }});"
+                way = self._way(frame.run, cols=cols)
+                target = f"put_{way}({row}, {text}, c, n, true, [](i64 c) {{ return {framed(frame)}; }});"
         stage.lines.append(condition + target)
 
     def _flat_store(self, store: Store, piece_index: int, tail: Stage) -> None:
@@ -513,6 +568,23 @@ class EpilogueWriter:
                 "}",
             ]
         return merges
+
+
+def _run(frame: Frame | None, cols: int) -> tuple[int, ...]:
+    """The frame's run, where it ends before the value does; its only one must begin where a vector can."""
+    return () if frame is None else (frame.run,) if frame.run < cols else (frame.index * frame.run,)
+
+
+def _is_split(piece: Piece) -> bool:
+    """Whether a stored value is a join of parts that fill whole vectors."""
+    value = piece.value
+    return value.op == "join" and piece.frame is None and value.attr("block") // len(value.args) % LANES == 0
+
+
+def _is_run(node: Node) -> bool:
+    """Whether these are column numbers that follow one another."""
+    frame = node.attr("frame")
+    return node.op == "col_index" and (frame is None or frame.run == node.space.cols)
 
 
 def finish_function(program: Program) -> list[str]:

@@ -166,7 +166,11 @@ template <int WIDTH> static void pack(const T* const* lane, i64 k_step, bool sid
 
 // ---- the block in registers ------------------------------------------------------------------------------------------
 
-template <int ROWS_> __attribute__((noinline)) static void multiply(i64 n, const uint32_t* __restrict a, const uint32_t* __restrict b, float* __restrict c, i64 ld) {
+// Products of fp32 are summed in stretches, and those added up: the error of one long sum would be twice that of the library
+// PyTorch uses. Half types round their results far more coarsely, and take all of K in one go.
+enum { STRETCH = sizeof(T) == 4 ? 256 : 1 << 30 };
+
+template <int ROWS_, bool FIRST> __attribute__((noinline)) static void multiply_stretch(i64 n, const uint32_t* __restrict a, const uint32_t* __restrict b, float* __restrict c, i64 ld) {
   V acc[ROWS_][NV];
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS_; i++)
@@ -189,7 +193,14 @@ template <int ROWS_> __attribute__((noinline)) static void multiply(i64 n, const
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS_; i++)
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) memcpy(c + i * ld + 16 * v, &acc[i][v], 64);
+    for (int v = 0; v < NV; v++) {
+      float* const to = c + i * ld + 16 * v;
+      put(to, FIRST ? acc[i][v] : acc[i][v] + get<V>(to, 16), 16);
+    }
+}
+template <int ROWS_> static void multiply(i64 n, const uint32_t* a, const uint32_t* b, float* c, i64 ld) {
+  multiply_stretch<ROWS_, true>(least(n, STRETCH), a, b, c, ld);
+  for (i64 k = STRETCH; k < n; k += STRETCH) multiply_stretch<ROWS_, false>(least(n - k, STRETCH), a + k * MR, b + k * NR, c, ld);
 }
 static inline void multiply_rows(i64 rows, i64 n, const uint32_t* a, const uint32_t* b, float* c, i64 ld) {
 #ifdef CODETTA_AVX512
@@ -263,10 +274,10 @@ template <int R> __attribute__((noinline)) static void stream_block(i64 k, const
         for (int q = 0; q < DEEP; q++) bv[q] = get<V>(b + (at + q) * b_step + j, n);
 #pragma GCC unroll 4
         for (int i = 0; i < R; i++) {
-          V x = at ? get<V>(c + i * ld + j, 16) : V{};
+          V x = all<V>(a[i * k + at]) * bv[0];
 #pragma GCC unroll 8
-          for (int q = 0; q < DEEP; q++) x = fma_of(all<V>(a[i * k + at + q]), bv[q], x);
-          put(c + i * ld + j, x, 16);
+          for (int q = 1; q < DEEP; q++) x = fma_of(all<V>(a[i * k + at + q]), bv[q], x);
+          put(c + i * ld + j, at ? x + get<V>(c + i * ld + j, 16) : x, 16);
         }
       } else
         for (int i = 0; i < R; i++) {

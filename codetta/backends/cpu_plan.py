@@ -18,7 +18,7 @@ from codetta.program import Program, Segment
 PRODUCT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LANES = 16  # of a vector
 STRIP = 32  # columns that the main loop computes at once; a panel that is no multiple wastes the rest
-PANEL = 64  # columns of a panel where the program leaves the choice
+PANEL = 128  # columns of a panel where the program leaves the choice: narrower ones read operands in too short runs
 WIDEST = 256
 ROW_STRIP = 14  # rows that the main loop computes at once
 ROW_TILE = 112  # rows of a partial of a column reduction, and the least that a thread takes on

@@ -72,6 +72,8 @@ template <> struct Lane<B> { typedef int32_t type; };
 template <> struct Lane<I> { typedef i64 type; };
 template <class X> INLINE X all(typename Lane<X>::type x) { return x - X{}; }
 INLINE B counted() { return B{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+// A distance to compare with `counted()`: whatever lies outside of the lanes lies just outside.
+INLINE B near(i64 distance) { return all<B>((int32_t)(distance < -1 ? -1 : distance > 16 ? 16 : distance)); }
 INLINE I counted_from(i64 first) { return __builtin_convertvector(counted(), I) + first; }
 template <class X, class Y> INLINE X bits(Y y) { static_assert(sizeof(X) == sizeof(Y), ""); X x; memcpy(&x, &y, sizeof x); return x; }
 INLINE V where(B c, V x, V y) { return c ? x : y; }
@@ -151,6 +153,7 @@ INLINE V at_most(float high, V x) { return _mm512_min_ps(all<V>(high), x); }
 INLINE V maximum(V x, V y) { return _mm512_mask_mov_ps(_mm512_max_ps(x, y), _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x); }
 INLINE V minimum(V x, V y) { return _mm512_mask_mov_ps(_mm512_min_ps(x, y), _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x); }
 INLINE float sum_of(V x) { return _mm512_reduce_add_ps(x); }
+INLINE float max_of(V x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) ? __builtin_nanf("") : _mm512_reduce_max_ps(x); }
 #else
 template <class F> INLINE V each_lane(V x, F f) { V y; for (int i = 0; i < 16; i++) y[i] = f(x[i]); return y; }
 INLINE V rounded(V x) { return each_lane(x, [](float v) { return __builtin_nearbyintf(v); }); }
@@ -171,15 +174,15 @@ INLINE float sum_of(V x) {
   for (int half = 8; half; half /= 2) for (int i = 0; i < half; i++) x[i] += x[i + half];
   return x[0];
 }
-#endif
-INLINE I maximum(I x, I y) { return x > y ? x : y; }
-INLINE I minimum(I x, I y) { return x < y ? x : y; }
-INLINE I magnitude(I x) { return x < all<I>(0) ? -x : x; }
 INLINE float max_of(V x) {
   float top = x[0];
   for (int i = 1; i < 16; i++) top = top != top || top > x[i] ? top : x[i];
   return top;
 }
+#endif
+INLINE I maximum(I x, I y) { return x > y ? x : y; }
+INLINE I minimum(I x, I y) { return x < y ? x : y; }
+INLINE I magnitude(I x) { return x < all<I>(0) ? -x : x; }
 
 // ---- loads and stores of n lanes -------------------------------------------------------------------------------------
 
@@ -258,6 +261,13 @@ template <class X, class T, class Map> INLINE void put_by(T* p, X x, i64 c, int 
   T t[16];
   put(t, x, 16);
   for (int i = 0; i < n; i++) p[map(c + i)] = t[i];
+}
+// The same where no vector crosses from one run into the next.
+template <class X, class T, class Map> INLINE X get_run(const T* p, i64 c, int n, bool dense, Map map) {
+  return dense ? get<X>(p + map(c), n) : get_by<X>(p, c, n, false, map);
+}
+template <class X, class T, class Map> INLINE void put_run(T* p, X x, i64 c, int n, bool dense, Map map) {
+  if (dense) put(p + map(c), x, n); else put_by(p, x, c, n, false, map);
 }
 // Column c of a strip as a column of the whole.
 INLINE i64 framed(i64 c, i64 index, i64 run, i64 block) { return c / run * block + index * run + c % run; }

@@ -69,6 +69,10 @@ def plus(frame: Frame | None) -> str:
     return f" + {frame.index * frame.run}" if frame and frame.index else ""
 
 
+def minus(frame: Frame | None) -> str:
+    return f" - {frame.index * frame.run}" if frame and frame.index else ""
+
+
 def truth(value: bool) -> str:
     return "true" if value else "false"
 

@@ -26,7 +26,7 @@ from codetta.backends.triton_epilogue import PLACE, merge_statements, parameters
 from codetta.plan.traffic import CONSUMERS
 
 # Registers at launch for three warpgroups, and how they share them afterwards.
-LAUNCH_REGISTERS, CONSUMER_REGISTERS, EPILOGUE_REGISTERS = 168, 168, 168
+LAUNCH_REGISTERS, CONSUMER_REGISTERS, EPILOGUE_REGISTERS = 168, 160, 184
 
 
 class Detached(Kernel):

@@ -20,10 +20,18 @@ from codetta.runtime.bind import Binding, layout_strides
 from codetta.stat import Stat, merge_moments
 
 
-def run(program: Program, binding: Binding, *, precise: bool = False) -> dict[str, Tensor | Stat]:
-    """Carry the program out; with `precise`, in float64 throughout and without rounding the stores."""
+def run(
+    program: Program, binding: Binding, *, precise: bool = False, separate: bool = False
+) -> dict[str, Tensor | Stat]:
+    """Carry the program out; with `precise`, in float64 throughout and without rounding the stores.
+
+    `separate`: the products are rounded to the type of A first, as a kernel of their own would leave them. This is what
+    eager PyTorch computes, and what a backend may do that parks its accumulator between product and epilogue.
+    """
     dtype = torch.float64 if precise else compute_dtype(program.a_dtype)
     accs = [_product(binding, b, dtype) for b in binding.b]
+    if separate:
+        accs = [round_to(acc, program.a_dtype) for acc in accs]
     results: dict[str, Tensor | Stat] = {}
     values: dict[int, Any] = {}
     for segment in program.segments:

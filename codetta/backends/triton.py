@@ -55,8 +55,7 @@ class TritonBackend:
         reasons = unsupported(program, target)
         if reasons:
             return reasons
-        tiles, refused = self.candidates(program, binding)
-        return [] if tiles else refused
+        return [] if self._best(program, binding) else self.candidates(program, binding)[1]
 
     def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
         return self.launch(program, binding, self.tile(program, binding))
@@ -66,12 +65,19 @@ class TritonBackend:
 
     def tile(self, program: Program, binding: Binding) -> Tile:
         """The tile for this call: tuned if it has been, else the default."""
-        tiles, refused = self.candidates(program, binding)
-        if not tiles:
-            raise LoweringError(f"no legal tile for {program.name}", list(refused))
-        tuned = self.tuned(program, binding)
-        # What was tuned for other tensors of this bucket may be illegal for these.
-        return tuned.tile if tuned and tuned.tile in tiles else tiles[0]
+        best = self._best(program, binding)
+        if best is None:
+            raise LoweringError(f"no legal tile for {program.name}", self.candidates(program, binding)[1])
+        return best
+
+    def _best(self, program: Program, binding: Binding) -> Tile | None:
+        """The first tile that these tensors can take; on the way of every call, so it looks no further."""
+        target, tuned = device_target(binding.a.device), self.tuned(program, binding)
+        tiles, _ = candidates(program, bucket(binding.rows), target, aligned(program, binding))
+        # What was tuned for other tensors of this bucket, or by another version, may be illegal here.
+        first = (tuned.tile,) if tuned and tuned.tile in tiles else ()
+        fits = (tile for tile in (*first, *tiles) if not _why_not_tensors(program, binding, tile))
+        return next(fits, None)
 
     def tuned(self, program: Program, binding: Binding) -> Tuned | None:
         """What tuning has found for such calls on this device, if it has run."""
@@ -88,7 +94,7 @@ class TritonBackend:
         tiles, refused = candidates(program, bucket(binding.rows), target, aligned(program, binding))
         fitting, reasons = [], list(refused)
         for tile in tiles:
-            found = _why_not_specialised(program, binding, tile) if tile.loop in SPECIALISED else []
+            found = _why_not_tensors(program, binding, tile)
             reasons += found
             if not found:
                 fitting.append(tile)
@@ -162,7 +168,10 @@ def source(program: Program, tile: Tile, widen: bool = False) -> str:
     return triton_gemm.source(program, tile, widen)
 
 
-def _why_not_specialised(program: Program, binding: Binding, tile: Tile) -> list[Reason]:
+def _why_not_tensors(program: Program, binding: Binding, tile: Tile) -> list[Reason]:
+    """What about these tensors, beyond the alignment of A and B, the tile's loop cannot take."""
+    if tile.loop not in SPECIALISED:
+        return []
     from codetta.backends import gluon_launch
 
     return gluon_launch.why_not(program, binding, tile)

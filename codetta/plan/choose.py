@@ -76,10 +76,10 @@ def epilogue_registers(program: Program, tile: Tile, target: Target) -> float:
     Values live from the statement that makes them to the last that reads them; stores and reductions come last. Compilers do
     better on pure elementwise runs, so that what counts is the order: `Target.headroom` says where spilling begins.
     """
+    live = max(_live_values(program, segment) / len(segment.strips) for segment in program.segments)
     threads = (4 * CONSUMERS if tile.loop in SPECIALISED else tile.warps) * target.warp
     # Each further B has addresses of its own in the pointer loop.
     addresses = 64 * (max(len(segment.strips) for segment in program.segments) - 1) if tile.loop == "pointer" else 0
-    live = max(_live_values(program, segment) / len(segment.strips) for segment in program.segments)
     return tile.rows * tile.cols / threads * (1 + live / tile.chunks) + addresses
 
 
@@ -102,9 +102,11 @@ def _live_values(program: Program, segment: Segment) -> float:
 
 def _excess(program: Program, tile: Tile, target: Target) -> float:
     """By how many registers the epilogue is likely to spill on such a tile."""
-    # Consumers of the specialised loop take most of the registers of the block, and handle a chunk row by row.
-    share = 1.25 if tile.loop in SPECIALISED else target.headroom
-    allowed = share * target.registers_for(8 if tile.loop in SPECIALISED else tile.warps)
+    if tile.loop == "detached":
+        return 0.0  # its accumulator is not in registers while the epilogue runs
+    # Consumers of the specialised loop have most of the block's registers, and handle a chunk row by row.
+    share, warps = (1.25, 4 * CONSUMERS) if tile.loop in SPECIALISED else (target.headroom, tile.warps)
+    allowed = share * target.registers_for(warps)
     return max(epilogue_registers(program, tile, target) - allowed, 0.0)
 
 

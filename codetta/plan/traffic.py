@@ -244,8 +244,8 @@ def ring_tiles(program: Program, target: Target, loop: str, rows: int = 128, col
         best.setdefault((tile.chunks, tile.stages), tile)
     if loop == "specialised":
         return list(best.values())
-    # Beside the main loop, fine chunks keep several operands in flight; with one or none, fewer barriers are better.
-    wanted = 8 if len(moves.x_slots) > 1 else 4
+    # Beside the main loop, fine chunks keep more operands in flight and fewer values in registers, down to 32 columns.
+    wanted = 8 // len(program.segments[0].strips)
     return sorted(best.values(), key=lambda tile: (abs(tile.chunks - wanted), -tile.chunks))
 
 
