@@ -121,7 +121,7 @@ class Epilogue:
         }
         flat = a.flatten(0, 1) if program.batched else a
         binding = Binding(rows, samples, batch, lead, flat, tuple(w for w, _ in weights), tensors, outputs)
-        check_overlap(program, binding)
+        check_overlap(program, binding, out)
         return program, binding
 
     def _normalised(

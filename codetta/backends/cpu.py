@@ -38,6 +38,7 @@ class Kernel:
     row_group: int
     passes: int
     partials: dict[str, tuple[int, int]]  # of each row reduction: how many, and columns of each
+    indexed: bool  # whether row numbers are read from an operand
 
 
 class Cpu:
@@ -76,7 +77,8 @@ class Cpu:
                 width, total = kernel.rows.tile, binding.rows_per_batch
                 shape = (1, -(-binding.rows_per_batch // width), binding.batch * sink.cols)
             results[sink.name] = Stat(torch.empty(shape, dtype=torch.float32), sink.how, width, total)
-        check_indices(program, binding, kernel.library)
+        if kernel.indexed:
+            check_indices(program, binding, kernel.library)
         kept: list[Tensor] = []  # copies that must live until the kernel is done
         kernel.library.run(arguments(program, binding, results, kernel.passes, kept))
         return results
@@ -117,7 +119,8 @@ def _kernel(program: Program, library: cpu_build.Library, text: Text) -> Kernel:
         for sink in (program.sinks[index] for index in segment.sinks):
             width = panel * len(sink.values) * sink.values[0].space.cols // segment.cols
             partials[sink.name] = (-(-segment.cols // panel), width)
-    return Kernel(library, rows_of(program), row_groups(program), text.passes, partials)
+    indexed = any(each.row_index for each in (*program.operands, *program.stores))
+    return Kernel(library, rows_of(program), row_groups(program), text.passes, partials, indexed)
 
 
 def write(program: Program) -> Text:

@@ -43,9 +43,9 @@ struct Workspace {
 static thread_local Workspace workspace;
 
 enum Way { PACKED, DOTS, STREAM };
-// Up to how many rows reading B in place beats packing it: measured on Zen 4, 2026-10, at K 1024 and 2816.
-enum { DOTS_ROWS = 16, STREAM_ROWS = sizeof(T) == 4 ? 12 : PER_WORD == 2 ? 2 : 6 };
-enum { PACKED_ROWS = 2048, STREAM_COLS = 1024 };
+// Up to how many rows reading B in place beats packing it: measured on Zen 4, 2026-11, at K 1024 to 5632.
+enum { DOTS_ROWS = 16, STREAM_ROWS = 16 };
+enum { PACKED_ROWS = 2048, STREAM_COLS = 512 };
 
 static bool is_transposed(const i64* args, const Strip& strip) { return args[FIRST_B + B_ARGUMENTS * strip.product + B_TRANSPOSED]; }
 
@@ -70,7 +70,7 @@ struct Work {
   i64 block, blocks, strips;          // rows of a block, blocks of a row tile, strips of a block
   i64 threads;
   const uint32_t* a_packed;
-  const float* a_wide;                // fp32, adjacent in k
+  const uint32_t* a_words;            // adjacent in k
   const float* stats;
 
   const T* a_row(i64 row) const {
@@ -162,7 +162,7 @@ struct Work {
     const i64 ld = up(cols, 16) * 16;
     for (i64 s = 0; s < segment.count; s++) {
       const Strip& strip = segment.strips[s];
-      stream_rows(rows, args[DEPTH], a_wide, b_col(strip, col0), b_step(strip), cols, to + s * rows * ld, ld);
+      stream_rows(rows, args[DEPTH], a_words, b_col(strip, col0), b_step(strip), cols, to + s * rows * ld, ld);
     }
     Place at;
     at.panels = up(segment.cols, segment.panel);
@@ -217,17 +217,17 @@ static bool run_rows(const Plan& plan, const i64* args, i64 batch, i64 first, i6
   i64 parts = threads > 1 && panels < 4 * threads ? least(up(4 * threads, panels), tiles) : 1;
   const bool shared = parts > 1 && any_packed;
   const size_t a_size = aligned(any_packed ? tiles * work.strips_of_tile() * MR * k_words * 4 : 0);
-  const size_t wide_size = aligned(any_stream ? (end - first) * args[DEPTH] * 4 : 0), b_size = aligned(shared ? all_b_bytes : b_bytes);
+  const size_t words_size = aligned(any_stream ? (end - first) * k_words * 4 : 0), b_size = aligned(shared ? all_b_bytes : b_bytes);
   const size_t tile_size = aligned(at_least_of(tile_bytes, stream_bytes)), room_size = aligned(room);
   const size_t per_thread = tile_size + room_size + (shared ? 0 : b_size);
-  char* memory = workspace.get(a_size + wide_size + (shared ? b_size : 0) + threads * per_thread);
+  char* memory = workspace.get(a_size + words_size + (shared ? b_size : 0) + threads * per_thread);
   if (!memory) return false;
   uint32_t* const a_packed = (uint32_t*)memory;
-  float* const a_wide = (float*)(memory + a_size);
-  uint32_t* const b_shared = (uint32_t*)(memory + a_size + wide_size);
-  char* const mine = memory + a_size + wide_size + (shared ? b_size : 0);
+  uint32_t* const a_words = (uint32_t*)(memory + a_size);
+  uint32_t* const b_shared = (uint32_t*)(memory + a_size + words_size);
+  char* const mine = memory + a_size + words_size + (shared ? b_size : 0);
   work.a_packed = a_packed;
-  work.a_wide = a_wide;
+  work.a_words = a_words;
   const i64 tiles_of_part = up(tiles, parts);
   const i64 count = plan.count;
 
@@ -248,7 +248,10 @@ static bool run_rows(const Plan& plan, const i64* args, i64 batch, i64 first, i6
     if (any_stream) {
 #pragma omp for schedule(static) nowait
       for (i64 r = 0; r < end - first; r++)
-        for (i64 k = 0; k < args[DEPTH]; k++) a_wide[r * args[DEPTH] + k] = get<V>(work.a_row(first + r) + k * work.a_k_step(), 1)[0];
+        for (i64 w = 0; w < k_words; w++) {
+          const i64 k = w * PER_WORD, step = work.a_k_step();
+          a_words[r * k_words + w] = word_of(work.a_row(first + r) + k * step, step, args[DEPTH] - k);
+        }
     }
     if (shared) {
       uint32_t* to = b_shared;

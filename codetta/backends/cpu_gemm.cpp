@@ -61,6 +61,7 @@ template <class E> INLINE Words words_at(const E* p, i64 n) { return get<V>(p, l
 template <int P> struct Multiply { INLINE V add(V c, Words a, Words b) { return c + a * b; } };
 INLINE Words same_word(uint32_t w) { return all<V>(bits<float>(w)); }
 INLINE Words packed_words(const uint32_t* p) { V v; memcpy(&v, p, sizeof v); return v; }
+INLINE Words words_across(const T* p, const T*, i64 n) { return get<V>(p, lanes(n)); }
 #endif
 
 // ---- packing ---------------------------------------------------------------------------------------------------------
@@ -262,36 +263,34 @@ static void dot_rows(i64 rows, i64 k, const T* a, i64 a_step, const T* b, i64 b_
   for (; r < rows; r++) dot_strip<1>(k, a + r * a_step, a_step, b, b_step, cols, c + r * ld, ld);
 }
 
-// B adjacent in n: eight of its rows at a time are added to a block of fp32 that stays in L1. a: fp32, adjacent in k.
-template <int R> __attribute__((noinline)) static void stream_block(i64 k, const float* __restrict a, const T* __restrict b, i64 b_step, i64 cols, float* __restrict c, i64 ld) {
+// B adjacent in n: eight words of k at a time are added to a block of fp32 that stays near. B is read once, whatever the rows.
+// a: words, adjacent in k.
+static void stream_rows(i64 rows, i64 k, const uint32_t* __restrict a, const T* __restrict b, i64 b_step, i64 cols, float* __restrict c, i64 ld) {
   enum { DEEP = 8 };
-  for (i64 at = 0; at < k; at += DEEP)
+  const i64 all_words = words(k);
+  for (i64 at = 0; at < all_words; at += DEEP)
     for (i64 j = 0; j < cols; j += 16) {
       const int n = lanes(cols - j);
-      if (k - at >= DEEP) {
-        V bv[DEEP];
+      Words bv[DEEP];
 #pragma GCC unroll 8
-        for (int q = 0; q < DEEP; q++) bv[q] = get<V>(b + (at + q) * b_step + j, n);
-#pragma GCC unroll 4
-        for (int i = 0; i < R; i++) {
-          V x = all<V>(a[i * k + at]) * bv[0];
+      for (int q = 0; q < DEEP; q++) {
+        const i64 from = (at + q) * PER_WORD;
+        const T* p = b + from * b_step + j;
+        if (sizeof(T) == 4) PREFETCH(p + DEEP * b_step);
+        bv[q] = from < k ? words_across(p, from + 1 < k ? p + b_step : nullptr, n) : Words{};
+      }
+      const i64 deep = least(DEEP, all_words - at);
+      for (i64 i = 0; i < rows; i++) {
+        const uint32_t* const av = a + i * all_words + at;
+        V x = V{};
+        if (deep == DEEP) {
 #pragma GCC unroll 8
-          for (int q = 1; q < DEEP; q++) x = fma_of(all<V>(a[i * k + at + q]), bv[q], x);
-          put(c + i * ld + j, at ? x + get<V>(c + i * ld + j, 16) : x, 16);
-        }
-      } else
-        for (int i = 0; i < R; i++) {
-          V x = at ? get<V>(c + i * ld + j, 16) : V{};
-          for (i64 q = at; q < k; q++) x = fma_of(all<V>(a[i * k + q]), get<V>(b + q * b_step + j, n), x);
-          put(c + i * ld + j, x, 16);
-        }
+          for (int q = 0; q < DEEP; q++) x = Multiply<PER_WORD>::add(x, same_word(av[q]), bv[q]);
+        } else
+          for (int q = 0; q < deep; q++) x = Multiply<PER_WORD>::add(x, same_word(av[q]), bv[q]);
+        put(c + i * ld + j, at ? x + get<V>(c + i * ld + j, 16) : x, 16);
+      }
     }
-}
-static void stream_rows(i64 rows, i64 k, const float* a, const T* b, i64 b_step, i64 cols, float* c, i64 ld) {
-  i64 r = 0;
-  for (; r + 4 <= rows; r += 4) stream_block<4>(k, a + r * k, b, b_step, cols, c + r * ld, ld);
-  for (; r + 2 <= rows; r += 2) stream_block<2>(k, a + r * k, b, b_step, cols, c + r * ld, ld);
-  for (; r < rows; r++) stream_block<1>(k, a + r * k, b, b_step, cols, c + r * ld, ld);
 }
 
 #include "cpu_drive.h"

@@ -6,6 +6,7 @@ Every complaint names the argument and the remedy. Tensors that are merely strid
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -170,13 +171,21 @@ def bind_output(store: Store, given: Tensor | None, rows: int, samples: int, dev
     return flat
 
 
-def check_overlap(program: Program, binding: Binding) -> None:
-    """Outputs may be written over an operand tile (each tile is read before it is written), over nothing else."""
-    outputs = list(binding.outputs.items())
+def check_overlap(program: Program, binding: Binding, given: Collection[str]) -> None:
+    """Outputs may be written over an operand tile (each tile is read before it is written), over nothing else.
+
+    `given`: the outputs that the caller brought; the others are new, and share memory with nobody.
+    """
+    outputs = [(name, output) for name, output in binding.outputs.items() if name in given]
     for index, (name, output) in enumerate(outputs):
         inputs: list[tuple[str, Tensor]] = [("a", binding.a), *((f"w{i}", b) for i, b in enumerate(binding.b))]
         for key, value in binding.operands.items():
-            if isinstance(value, Tensor) and not _same_tile(program, name, output, key, value):
+            # The cheap question first: this runs at every call.
+            if (
+                isinstance(value, Tensor)
+                and _overlap(output, value)
+                and not _same_tile(program, name, output, key, value)
+            ):
                 inputs.append((key, value))
         inputs += [(f"out[{other!r}]", tensor) for other, tensor in outputs[:index]]
         for key, tensor in inputs:
