@@ -119,7 +119,7 @@ def _kernel(program: Program, library: cpu_build.Library, text: Text) -> Kernel:
         for sink in (program.sinks[index] for index in segment.sinks):
             width = panel * len(sink.values) * sink.values[0].space.cols // segment.cols
             partials[sink.name] = (-(-segment.cols // panel), width)
-    indexed = any(each.row_index for each in (*program.operands, *program.stores))
+    indexed = any(operand.row_index for operand in program.operands) or any(store.row_index for store in program.stores)
     return Kernel(library, rows_of(program), row_groups(program), text.passes, partials, indexed)
 
 

@@ -226,6 +226,10 @@ class Detached(Kernel):
                     w(f"{', '.join(results)} = {call}" if results else call)
                     if chunk:
                         w(f"j0 = {self.column(g)}", *merge_statements(writer, suffix, chunk))
+                if self.x and self.in_operands_place(g):
+                    # The reductions have given the copies some time to read the slot.
+                    w("tma.store_wait(0)")
+                    self.refill(chunk)
                 vectors = later
             self.store_partials(writer)
 
@@ -233,7 +237,6 @@ class Detached(Kernel):
         """Write a chunk's results where they leave from, start the copies, and fetch a later chunk's operands."""
         w, moves = self.text, self.moves.segments[g]
         in_y = [index for index, (ring, _) in enumerate(moves.store_place) if ring == "y"]
-        in_x = any(ring == "x" for ring, _ in moves.store_place)
         if in_y:
             # Copies are read in order: when so few are left, the slot to be used next has been read.
             w(f"y_slot = {self.slot(chunk, self.y)[0]}", f"tma.store_wait({(self.y - 1) * len(outputs)})")
@@ -244,10 +247,15 @@ class Detached(Kernel):
         w("fence_async_shared()")
         for move, buffer in zip(moves.stores, buffers, strict=True):
             w(f"tma.async_copy_shared_to_global({move.name}_store, {self.coordinates(move, g, chunk)}, {buffer})")
-        if not self.x:
-            return
-        if in_x:
-            w("tma.store_wait(0)")
+        if self.x and not self.in_operands_place(g):
+            self.refill(chunk)
+
+    def in_operands_place(self, g: int) -> bool:
+        return any(ring == "x" for ring, _ in self.moves.segments[g].store_place)
+
+    def refill(self, chunk: int) -> None:
+        """Fetch the operands of a later chunk into the slot of this one."""
+        w = self.text
         arguments = ", ".join(self.io_arguments())
         if chunk + self.x < self.tile.chunks:
             w(f"fill_{chunk + self.x}({arguments}, tile, tiles_m, x_slot, half)")

@@ -119,13 +119,15 @@ def traffic(program: Program, tile: Tile) -> Traffic:
         lonely: list[tuple[torch.dtype, int]] = []
         # The detached loop parks the accumulator in shared memory: results can take its place.
         parked = list(range(len(segment.strips))) if tile.loop == "detached" else []
+        # There, a result in an operand's place keeps the warps waiting until it has left; with slots of its own it does not.
+        in_place = tile.loop == "specialised" or not tile.store_slots
         for move in (each for each in stores if each):
             kind = (move.dtype, move.width(chunk, segment))
             if parked and kind == (program.a_dtype, chunk):
                 places.append(("acc", parked.pop(0)))
                 continue
             partner = next((slot for slot, other in free.items() if other == kind), None)
-            if partner is not None:
+            if partner is not None and in_place:
                 del free[partner]
                 places.append(("x", partner))
             else:
@@ -183,9 +185,17 @@ def why_not_specialised(program: Program, tile: Tile) -> list[Reason]:
                     reasons.append(
                         Reason("specialised", f"{node.op}: a chunk must be one group of {node.attr('cols')} columns")
                     )
+            elif node.op in ("part", "join") and _run(node) < 8 and _run(node) != 1:
+                # A thread has two neighbouring columns in eight: it can split pairs, or runs of whole eights.
+                reasons.append(Reason("specialised", f"{node.op}: runs of {_run(node)} columns cross threads"))
             elif node.space.cols and 1 < width < 16:
                 reasons.append(Reason("specialised", f"{node.op}: {width} columns in a chunk are too narrow"))
     return list(dict.fromkeys(reasons))
+
+
+def _run(node: Node) -> int:
+    """Adjacent columns that stay together in a part or join."""
+    return node.attr("frame").run if node.op == "part" else node.attr("block") // len(node.args)
 
 
 def parked_bytes(program: Program, tile: Tile) -> int:
@@ -197,48 +207,26 @@ def specialised_tiles(program: Program, target: Target) -> list[Tile]:
     """Tiles for the warp-specialised loops, best guess first.
 
     The detached loop hides whatever the epilogue does and was faster for every program measured on an H200 (docs/log.md);
-    the attached one keeps the accumulator in full precision.
+    the attached one keeps the accumulator in full precision. With more than two reductions the detached epilogue keeps more
+    values alive than its warps have registers for.
     """
-    return ring_tiles(program, target, "detached") + ring_tiles(program, target, "specialised")
+    attached, detached = ring_tiles(program, target, "specialised"), ring_tiles(program, target, "detached")
+    crowded = max(len(segment.sinks) for segment in program.segments) > 2
+    return attached + detached if crowded else detached + attached
 
 
 def ring_tiles(program: Program, target: Target, loop: str, rows: int = 128, cols: int = 256) -> list[Tile]:
     """Tiles of one loop with the best rings that fit for each number of chunks and stages, shortest epilogue first."""
-    # Consumers that run their own epilogues have rings of their own.
-    rings = CONSUMERS if loop == "specialised" else 1
     size = program.a_dtype.itemsize
     depth = 128 // size
+    # Many tile columns: visiting more rows of tiles between them keeps B in L2 longer.
+    group = 16 if sum(-(-product.cols // cols) for product in program.products) >= 32 else 8
     options: list[tuple[tuple[float, int], Tile]] = []
     for chunks in (2, 4, 8):
-        # Many tile columns: visiting more rows of tiles between them keeps B in L2 longer.
-        many = sum(-(-product.cols // cols) for product in program.products) >= 32
-        base = Tile(rows, cols, depth, 3, 4, 16 if many else 8, chunks, loop)
-        if any(base.chunk(segment) < 16 for segment in program.segments):
-            continue
-        moves = traffic(program, base)
-        half = rows // CONSUMERS
-        x_bytes = half * sum(dtype.itemsize * width for dtype, width in moves.x_slots)
-        y_bytes = half * sum(dtype.itemsize * width for dtype, width in moves.y_slots)
-        widths = [move.width(base.chunk(segment), segment) * move.dtype.itemsize
-                  for segment, each in zip(program.segments, moves.segments, strict=True) for move in each.stores]  # fmt: skip
-        out_bytes = half * sum(widths) / len(program.segments)
-        work = 120 + base.chunk(program.segments[0]) * (
-            3 + sum(len(s.nodes) for s in program.segments) / len(program.segments)
-        )
         for stages in (4, 3):
-            fixed = BARRIERS + scratch_bytes(program, base) + parked_bytes(program, base)
-            room = (target.shared - fixed - stages * (rows + cols) * depth * size) // rings
-            if room < 0:
-                continue
-            for x in range(1, chunks + 1) if x_bytes else (0,):
-                for y in range(1, chunks + 1) if y_bytes else (0,):
-                    if x * x_bytes + y * y_bytes > room:
-                        continue
-                    cycles = epilogue_cycles(chunks, x, y, work, 400 + out_bytes / 32, 1200.0)
-                    # The fourth stage helps the main loop little; a late load costs a trip to memory.
-                    penalty = 1.0 if stages == 4 else 1.3
-                    tile = replace(base, stages=stages, load_slots=x, store_slots=y)
-                    options.append(((cycles * penalty, -x - y), tile))
+            base = Tile(rows, cols, depth, stages, 4, group, chunks, loop)
+            if all(base.chunk(segment) >= 16 for segment in program.segments):
+                options += _rings(program, target, base)
     best: dict[tuple[int, int], Tile] = {}
     for _, tile in sorted(options, key=lambda option: option[0]):
         best.setdefault((tile.chunks, tile.stages), tile)
@@ -249,25 +237,61 @@ def ring_tiles(program: Program, target: Target, loop: str, rows: int = 128, col
     return sorted(best.values(), key=lambda tile: (abs(tile.chunks - wanted), -tile.chunks))
 
 
+def _rings(program: Program, target: Target, base: Tile) -> list[tuple[tuple[float, int], Tile]]:
+    """All rings that fit beside the tile's stages, each with its expected cost."""
+    half = base.rows // CONSUMERS
+    stage = (base.rows + base.cols) * base.depth * program.a_dtype.itemsize
+    fixed = BARRIERS + scratch_bytes(program, base) + parked_bytes(program, base)
+    # Consumers that run their own epilogues have rings of their own.
+    room = (target.shared - fixed - base.stages * stage) // (CONSUMERS if base.loop == "specialised" else 1)
+    nodes = sum(len(segment.nodes) for segment in program.segments) / len(program.segments)
+    work = 120 + base.chunk(program.segments[0]) * (3 + nodes)
+    # The fourth stage helps the main loop little; a late load costs a trip to memory.
+    penalty = 1.0 if base.stages == 4 else 1.3
+    options = []
+    for y in range(base.chunks + 1):
+        moves = traffic(program, replace(base, store_slots=y))
+        places = [ring for each in moves.segments for ring, _ in each.store_place]
+        if (y > 0) != ("y" in places):
+            continue
+        x_bytes = half * sum(dtype.itemsize * width for dtype, width in moves.x_slots)
+        y_bytes = half * sum(dtype.itemsize * width for dtype, width in moves.y_slots)
+        stored = [
+            half * move.width(moves.chunk, segment) * move.dtype.itemsize
+            for segment, each in zip(program.segments, moves.segments, strict=True)
+            for move in each.stores
+        ]
+        drain = 400 + sum(stored) / len(program.segments) / 32
+        waits = base.loop == "detached" and "x" in places
+        for x in range(1, base.chunks + 1) if x_bytes else (0,):
+            if x * x_bytes + y * y_bytes <= room:
+                cycles = epilogue_cycles(base.chunks, x, y, work, drain, 1200.0, in_place="x" in places, waits=waits)
+                options.append(((cycles * penalty, -x - y), replace(base, load_slots=x, store_slots=y)))
+    return options
+
+
 def scratch_bytes(program: Program, tile: Tile) -> int:
     """Column reductions cross the warps of a consumer through shared memory."""
     has_columns = any(not sink.by_row for sink in program.sinks)
     return 64 * max(tile.chunk(segment) for segment in program.segments) if has_columns else 0
 
 
-def epilogue_cycles(chunks: int, x: int, y: int, work: float, drain: float, load: float) -> float:
+def epilogue_cycles(
+    chunks: int, x: int, y: int, work: float, drain: float, load: float, *, in_place: bool = True, waits: bool = False
+) -> float:
     """The length of a tile's epilogue: a rough model of waiting for slots, of which only the order matters.
 
-    Chunk i waits for the load slot of chunk i - x (drained and loaded again) and the store slot of chunk i - y (drained).
+    Chunk i waits for the load slot of chunk i - x (drained, if a result was put there, and loaded again) and the store slot of
+    chunk i - y (drained). waits: whoever computes also waits for the draining.
     """
     done: list[float] = []
     drained: list[float] = []
     for i in range(chunks):
         start = done[-1] if done else 0.0
         if x and i >= x:
-            start = max(start, drained[i - x] + load)
+            start = max(start, (drained if in_place else done)[i - x] + load)
         if y and i >= y:
             start = max(start, drained[i - y])
-        done.append(start + work)
-        drained.append(max(done[-1], drained[-1] if drained else 0.0) + drain)
+        done.append(start + work + (drain if waits else 0.0))
+        drained.append(done[-1] if waits else max(done[-1], drained[-1] if drained else 0.0) + drain)
     return done[-1]
