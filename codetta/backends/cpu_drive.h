@@ -45,7 +45,10 @@ static thread_local Workspace workspace;
 enum Way { PACKED, DOTS, STREAM };
 // Up to how many rows reading B in place beats packing it: measured on Zen 4, 2026-11, at K 1024 to 5632.
 enum { DOTS_ROWS = 16, STREAM_ROWS = 16 };
-enum { PACKED_ROWS = 2048, STREAM_COLS = 512 };
+#ifndef PACKED_ROWS_
+#define PACKED_ROWS_ 2048
+#endif
+enum { PACKED_ROWS = PACKED_ROWS_, STREAM_COLS = 512 };
 
 static bool is_transposed(const i64* args, const Strip& strip) { return args[FIRST_B + B_ARGUMENTS * strip.product + B_TRANSPOSED]; }
 
@@ -302,11 +305,12 @@ static thread_local Workspace finished;
 extern "C" __attribute__((visibility("default"))) int codetta_run(const Plan* plan, const i64* args) {
   float* stats = nullptr;
   if (plan->stats && !(stats = (float*)finished.get((plan->stats * args[ROWS] + 16) * 4))) return 1;
-  const i64 at_once = at_least_of(PACKED_ROWS / plan->row_tile, 1) * plan->row_tile;
+  const i64 rows = args[ROWS_PER_BATCH], times = up(rows, PACKED_ROWS);
+  const i64 at_once = up(up(rows, times), plan->row_tile) * plan->row_tile;
   bool finish = true;
   for (i64 batch = 0; batch < args[BATCH]; batch++)
-    for (i64 row = 0; row < args[ROWS_PER_BATCH]; row += at_once) {
-      if (!run_rows(*plan, args, batch, row, least(row + at_once, args[ROWS_PER_BATCH]), stats, finish)) return 1;
+    for (i64 row = 0; row < rows; row += at_once) {
+      if (!run_rows(*plan, args, batch, row, least(row + at_once, rows), stats, finish)) return 1;
       finish = false;
     }
   return 0;
