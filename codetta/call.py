@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codetta import compiler, dsl
+from codetta import compiler, dsl, trace
 from codetta.errors import ArgumentError, TraceError
 from codetta.ir.op import compute_dtype
 from codetta.program import Operand, Product, Program
@@ -37,7 +37,7 @@ class Epilogue:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
-        self.kinds = dsl.annotated_kinds(fn)
+        self.kinds = trace.annotated_kinds(fn)
         taken = sorted(RESERVED & set(self.kinds))
         if taken:
             raise TraceError(
@@ -259,7 +259,7 @@ class Epilogue:
         key = (a.dtype, a_layout, a.shape[-1], products, tuple(declared.items()), batched, tf32)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = dsl.trace(
+            program = self._programs[key] = trace.trace(
                 self.fn, name=self.fn.__name__, k=a.shape[-1], a_dtype=a.dtype, products=products, operands=declared,
                 a_layout=a_layout, batched=batched, tf32=tf32,
             )  # fmt: skip
@@ -276,7 +276,7 @@ class Epilogue:
         if kind is None:
             flat = (value.numel() // shape[-1], shape[-1]) if len(shape) > 2 and shape[-1] else shape
             cols = {product.cols // parts for product in products for parts in (1, 2) if product.cols % parts == 0}
-            kind = dsl.infer_kind(name, flat, rows, cols)
+            kind = trace.infer_kind(name, flat, rows, cols)
         last = shape[-1] if shape else 1
         match kind:
             case dsl.Scalar():

@@ -1,6 +1,6 @@
 """START HERE: the way from a function of the accumulator to a launched kernel, on one page.
 
-    fn(acc, ...)  --dsl.trace-->  Program  --plan-->  Tile  --backends-->  kernel  --runtime-->  tensors
+    fn(acc, ...)  --trace-->  Program  --plan-->  Tile  --backends-->  kernel  --runtime-->  tensors
 
 A Program is data (program.py). The reference backend defines what it means; `cpu` and `triton` make it fast, and fall
 back to the reference, out loud, where they cannot.

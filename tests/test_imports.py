@@ -21,7 +21,7 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("program", ["codetta.program"]),
     # What a call's tensors are: data that backends are handed, so below them.
     ("tensors", ["codetta.stat", "codetta.runtime.bind"]),
-    ("language", ["codetta.dsl"]),
+    ("language", ["codetta.dsl", "codetta.trace"]),
     ("plan", ["codetta.plan"]),
     ("cache", ["codetta.runtime.cache"]),
     ("tuning", ["codetta.plan.tune"]),  # a part of the plan that is remembered
