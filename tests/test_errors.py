@@ -371,7 +371,7 @@ def test_gradients_are_not_dropped_in_silence() -> None:
 
 
 def test_arguments_of_a_call_cannot_name_operands() -> None:
-    with pytest.raises(ct.TraceError, match="'finish' is an argument of every call.*rename"):
+    with pytest.raises(ct.TraceError, match=r"'finish' is an argument of every call.*rename"):
         ct.epilogue(lambda acc, finish: acc + finish)
 
 
@@ -380,7 +380,7 @@ def test_a_gate_for_another_number_of_samples() -> None:
     def gated(acc, gate: ct.SampleRow):
         return acc * gate
 
-    with pytest.raises(ct.ArgumentError, match="gate: has 2 rows for 4 samples.*one row per sample"):
+    with pytest.raises(ct.ArgumentError, match=r"gate: has 2 rows for 4 samples.*one row per sample"):
         gated(torch.randn(4, 3, 8), torch.randn(6, 8), gate=torch.randn(2, 6), backend="reference")
 
 

@@ -20,9 +20,8 @@ Barriers are waited for by parity, which is sound only for a waiter at most one 
 
 from __future__ import annotations
 
-from codetta.backends.gluon_epilogue import GluonWriter
 from codetta.backends.gluon_gemm import TYPES, Kernel
-from codetta.backends.triton_epilogue import PLACE, merge_statements, parameters
+from codetta.backends.triton_epilogue import parameters
 from codetta.plan.traffic import CONSUMERS
 
 # Registers at launch for three warpgroups, and how they share them afterwards.
@@ -192,46 +191,26 @@ class Detached(Kernel):
                     w("fence_async_shared()", "mbarrier.arrive(freed.index(half))")
                 w("q += 1")
 
-    def epilogue(self, writer: GluonWriter) -> None:
-        w, g, program = self.text, writer.number, self.program
-        hoisted, first = self.hoisted_names(writer), self.vector_names(writer, 0)
-        given = hoisted + first if self.early() else []
-        rest = ", ".join(parameters(program))
-        w("", "@gluon.jit")
-        with w.block(f"def epilogue_{g}({', '.join([*given, *self.epilogue_arguments(), *UNIT])}):"):
-            w(*writer.layouts())
-            vectors = first if self.early() else self.prepare(writer)[len(hoisted) :]
-            if self.x:
-                w("upcoming = tile + blocks * half")
-            for chunk in range(self.tile.chunks):
-                w(f"# chunk {chunk}")
-                later = self.fetch(writer, chunk + 1) if chunk + 1 < self.tile.chunks else []
-                inputs = [f"acc{p}_{chunk}" for p in range(self.strips)]
-                for p, name in enumerate(inputs):
-                    w(f"{name} = {self.leaf(p, chunk)}.load(L{self.chunk}).to(gl.float32)")
-                inputs += self.loaded_tiles(writer, chunk)
-                column = self.column(g, chunk * self.chunk)
-                here = dict(
-                    zip(PLACE, ["m", "row", "row_ok", column, f"pm * {CONSUMERS} + half", "1", "0"], strict=True)
-                )
-                outputs = [f"out_{store.name}_{piece}" for store, piece in writer.moved_stores()]
-                sunk = [f"s{index}" for index in range(len(writer.sink_values()))]
-                call = f"chunk_{g}({', '.join([*inputs, *hoisted, *vectors, *here.values()])}, {rest})"
-                w(f"{', '.join(outputs + sunk)} = {call}" if outputs + sunk else call)
-                self.hand_over(g, chunk, outputs)
-                if writer.segment.sinks:
-                    suffix = f"_{chunk}" if chunk else ""
-                    results = [f"{name}{suffix}" for name in writer.results()]
-                    call = f"reduce_{g}({', '.join([*sunk, *here.values()])}, {rest})"
-                    w(f"{', '.join(results)} = {call}" if results else call)
-                    if chunk:
-                        w(f"j0 = {self.column(g)}", *merge_statements(writer, suffix, chunk))
-                if self.x and self.in_operands_place(g):
-                    # The reductions have given the copies some time to read the slot.
-                    w("tma.store_wait(0)")
-                    self.refill(chunk)
-                vectors = later
-            self.store_partials(writer)
+    part = "half"
+
+    def epilogue_parameters(self, given: list[str]) -> list[str]:
+        return [*given, *self.epilogue_arguments(), *UNIT]
+
+    def begin_epilogue(self) -> None:
+        if self.x:
+            self.text("upcoming = tile + blocks * half")
+
+    def accumulators(self, chunk: int) -> list[str]:
+        names = [f"acc{p}_{chunk}" for p in range(self.strips)]
+        for p, name in enumerate(names):
+            self.text(f"{name} = {self.leaf(p, chunk)}.load(L{self.chunk}).to(gl.float32)")
+        return names
+
+    def after_chunk(self, g: int, chunk: int) -> None:
+        if self.x and self.in_operands_place(g):
+            # The reductions have given the copies some time to read the slot.
+            self.text("tma.store_wait(0)")
+            self.refill(chunk)
 
     def hand_over(self, g: int, chunk: int, outputs: list[str]) -> None:
         """Write a chunk's results where they leave from, start the copies, and fetch a later chunk's operands."""

@@ -415,46 +415,65 @@ class Kernel:
         return names
 
     def epilogue(self, writer: GluonWriter) -> None:
-        w, g, program = self.text, writer.number, self.program
-        hoisted, first = self.hoisted_names(writer), self.vector_names(writer, 0)
-        given = hoisted + first if self.early() else []
-        place = ["q", "pm", "pn", "m", "row", "row_ok"]
-        rest = ", ".join(parameters(program))
+        """The function that takes an accumulator through the epilogue of its segment, chunk by chunk."""
+        w, g = self.text, writer.number
+        hoisted, vectors = self.hoisted_names(writer), self.vector_names(writer, 0)
         w("", "@gluon.jit")
         with w.block(
-            f"def epilogue_{g}({', '.join(['acc', *given, *self.consumer_arguments(), *place])}, W: gl.constexpr):"
+            f"def epilogue_{g}({', '.join(self.epilogue_parameters(hoisted + vectors if self.early() else []))}):"
         ):
             w(*writer.layouts())
-            layout = f"L{self.chunk}"
-            vectors = first if self.early() else self.prepare(writer)[len(hoisted) :]
-            names = self.leaves("acc")
+            if not self.early():
+                vectors = self.prepare(writer)[len(hoisted) :]
+            self.begin_epilogue()
             for chunk in range(self.tile.chunks):
                 w(f"# chunk {chunk}")
                 # The next chunk's vectors: their latency hides behind this chunk.
                 upcoming = self.fetch(writer, chunk + 1) if chunk + 1 < self.tile.chunks else []
-                inputs = []
-                for p in range(self.strips):
-                    inputs.append(f"acc{p}_{chunk}")
-                    w(
-                        f"{inputs[-1]} = gl.convert_layout({names[p * self.tile.chunks + chunk]}, {layout}, assert_trivial=True)"
-                    )
-                inputs += self.loaded_tiles(writer, chunk)
-                column = self.column(g, chunk * self.chunk)
-                here = dict(zip(PLACE, ["m", "row", "row_ok", column, f"pm * {CONSUMERS} + W", "1", "0"], strict=True))
-                outputs = [f"out_{store.name}_{piece}" for store, piece in writer.moved_stores()]
-                sunk = [f"s{index}" for index in range(len(writer.sink_values()))]
-                call = f"chunk_{g}({', '.join([*inputs, *hoisted, *vectors, *here.values()])}, {rest})"
-                w(f"{', '.join(outputs + sunk)} = {call}" if outputs + sunk else call)
-                self.hand_over(g, chunk, outputs)
-                if writer.segment.sinks:
-                    suffix = f"_{chunk}" if chunk else ""
-                    results = [f"{name}{suffix}" for name in writer.results()]
-                    call = f"reduce_{g}({', '.join([*sunk, *here.values()])}, {rest})"
-                    w(f"{', '.join(results)} = {call}" if results else call)
-                    if chunk:
-                        w(f"j0 = {self.column(g)}", *merge_statements(writer, suffix, chunk))
+                inputs = self.accumulators(chunk) + self.loaded_tiles(writer, chunk)
+                self.compute(writer, chunk, [*inputs, *hoisted, *vectors])
+                self.after_chunk(g, chunk)
                 vectors = upcoming
             self.store_partials(writer)
+
+    part = "W"  # who owns the rows: names the half of the tile
+
+    def epilogue_parameters(self, given: list[str]) -> list[str]:
+        place = ["q", "pm", "pn", "m", "row", "row_ok", "W: gl.constexpr"]
+        return ["acc", *given, *self.consumer_arguments(), *place]
+
+    def begin_epilogue(self) -> None:
+        self.runs = self.leaves("acc")
+
+    def accumulators(self, chunk: int) -> list[str]:
+        """The accumulators of a chunk, one for each strip, in registers."""
+        names = [f"acc{p}_{chunk}" for p in range(self.strips)]
+        for p, name in enumerate(names):
+            run = self.runs[p * self.tile.chunks + chunk]
+            self.text(f"{name} = gl.convert_layout({run}, L{self.chunk}, assert_trivial=True)")
+        return names
+
+    def compute(self, writer: GluonWriter, chunk: int, inputs: list[str]) -> None:
+        """Compute a chunk, hand its results over, then reduce what is to be reduced."""
+        w, g, rest = self.text, writer.number, ", ".join(parameters(self.program))
+        column = self.column(g, chunk * self.chunk)
+        here = ["m", "row", "row_ok", column, f"pm * {CONSUMERS} + {self.part}", "1", "0"]
+        assert len(here) == len(PLACE)
+        outputs = [f"out_{store.name}_{piece}" for store, piece in writer.moved_stores()]
+        sunk = [f"s{index}" for index in range(len(writer.sink_values()))]
+        call = f"chunk_{g}({', '.join([*inputs, *here])}, {rest})"
+        w(f"{', '.join(outputs + sunk)} = {call}" if outputs + sunk else call)
+        self.hand_over(g, chunk, outputs)
+        if writer.segment.sinks:
+            suffix = f"_{chunk}" if chunk else ""
+            results = [f"{name}{suffix}" for name in writer.results()]
+            call = f"reduce_{g}({', '.join([*sunk, *here])}, {rest})"
+            w(f"{', '.join(results)} = {call}" if results else call)
+            if chunk:
+                w(f"j0 = {self.column(g)}", *merge_statements(writer, suffix, chunk))
+
+    def after_chunk(self, g: int, chunk: int) -> None:
+        """What is left to do when a chunk's results are on their way."""
 
     def leaves(self, name: str) -> list[str]:
         """Split the accumulator into runs of one chunk's columns, strip by strip; halving stays inside a thread."""
