@@ -7,7 +7,7 @@
                     have them copied away; operand tiles are fetched some chunks ahead.
 
 Only the parking is exposed, whatever the epilogue does, as long as it is shorter than a main loop. The price is one rounding of the
-accumulator, which separate kernels make too; programs that store in full precision take the attached loop (gluon_gemm.py).
+accumulator, which separate kernels make too; programs that store in full precision take the attached loop (gluon_attached.py).
 There are no warps for copies alone: a fourth warpgroup would leave fewer registers at launch than the widest matrix instruction
 needs, and narrower ones cost 2 % (H200, docs/log.md).
 Barriers are waited for by parity, which is sound only for a waiter at most one phase behind:
@@ -20,18 +20,20 @@ Barriers are waited for by parity, which is sound only for a waiter at most one 
 
 from __future__ import annotations
 
-from codetta.backends.gluon_gemm import TYPES, Kernel
+from codetta.backends.gluon_kernel import TYPES, Kernel
 from codetta.backends.triton_epilogue import parameters
 from codetta.plan.traffic import CONSUMERS
 
-# Registers at launch for three warpgroups, and how they share them afterwards.
-LAUNCH_REGISTERS, CONSUMER_REGISTERS, EPILOGUE_REGISTERS = 168, 160, 184
+# How the warps share the registers after launch: three warpgroups of 168 become 160, 160 and 184.
+CONSUMER_REGISTERS, EPILOGUE_REGISTERS = 160, 184
 
 
 class Detached(Kernel):
     """Writes the kernel; pieces that do not differ come from the attached loop."""
 
+    launch_registers = 168
     counter = "u"  # rings are counted through over halves of tiles
+    part = "half"
 
     def barrier_counts(self) -> list[tuple[str, int, int]]:
         stages = self.tile.stages
@@ -190,8 +192,6 @@ class Detached(Kernel):
                         w("tma.store_wait(0)")
                     w("fence_async_shared()", "mbarrier.arrive(freed.index(half))")
                 w("q += 1")
-
-    part = "half"
 
     def epilogue_parameters(self, given: list[str]) -> list[str]:
         return [*given, *self.epilogue_arguments(), *UNIT]
