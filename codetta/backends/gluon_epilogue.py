@@ -224,7 +224,11 @@ class GluonWriter(EpilogueWriter):
 
     def _part(self, node: Node, source: str) -> str:
         self._cols_of_part = node.space.cols
-        return super()._part(node, self._full(node.args[0], source))
+        whole = self._full(node.args[0], source)
+        if whole != source:
+            source = self._say(f"{source}_whole", whole) if f"{source}_whole" not in self.defined else f"{source}_whole"
+            self.defined.add(source)
+        return super()._part(node, source)
 
     def _join(self, names: list[str], block: int, fresh: str) -> str:
         name = super()._join(names, block, fresh)
@@ -247,9 +251,6 @@ class GluonWriter(EpilogueWriter):
             self.lines[-1] = f"{first}gl.expand_dims(gl.arange(0, {self._width(cols)}, {layout}), 0)"
         return name
 
-    def _column_ok(self, cols: int) -> str | None:
-        return super()._column_ok(cols) if self._width(cols) > 1 else None
-
     def _row(self, group: int, cols: int) -> tuple[str, str]:
         if not cols or self._layout(cols) == self._layout(0):
             return "row", "row_ok"
@@ -261,7 +262,8 @@ class GluonWriter(EpilogueWriter):
             column = self._column(node.space.cols, node.attr("frame"))
             ok = self._column_ok(node.space.cols)
             mask = f", mask={ok}, other=0" if ok else ""
-            first = f"(m0 // in_{operand.name}_span) * in_{operand.name}_stride"
+            # The second half of the last tile may lie beyond the last row.
+            first = f"(tl.minimum(m0, M - 1) // in_{operand.name}_span) * in_{operand.name}_stride"
             return f"tl.load(in_{operand.name}_ptr + {first} + {column}{mask}).to(tl.float32)"
         return super()._load(node)
 

@@ -216,7 +216,10 @@ class Kernel(ABC):
                 return f"[m % in_{move.tensor}_span, {column}]"
             case _:
                 heads = move.cols // move.head
-                row = f"((m // rows_per_sample) * {heads} + {column} // {move.head}) * rows_per_sample + m % rows_per_sample"
+                # Columns past the last head would be the next sample's first: beyond the last row they are clipped instead.
+                ragged = segment.cols % self.strip != 0
+                beyond = f"{column} // {move.cols} * M * {heads} + " if ragged else ""
+                row = f"{beyond}((m // rows_per_sample) * {heads} + {column} // {move.head}) * rows_per_sample + m % rows_per_sample"
                 return f"[{row}, {column} % {move.head}]"
 
     def copies_of_step(self) -> None:

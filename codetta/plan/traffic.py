@@ -190,6 +190,10 @@ def why_not_specialised(program: Program, tile: Tile) -> list[Reason]:
                 reasons.append(Reason("specialised", f"{node.op}: runs of {_run(node)} columns cross threads"))
             elif node.space.cols and 1 < width < 16:
                 reasons.append(Reason("specialised", f"{node.op}: {width} columns in a chunk are too narrow"))
+        for index in segment.sinks:
+            sink = program.sinks[index]
+            if not sink.by_row and any(chunk * value.space.cols // segment.cols < 16 for value in sink.values):
+                reasons.append(Reason("specialised", f"{sink.op}: {sink.name} has too few columns in a chunk"))
     return list(dict.fromkeys(reasons))
 
 
