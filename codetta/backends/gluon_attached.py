@@ -1,7 +1,7 @@
 """The attached main loop for Hopper: consumers multiply and run their own epilogues, other warps move the tiles.
 
     consumer 0, 1   four warps each: half of the tile's rows, one matrix instruction over all its columns per K step.
-                    Consumer 1 runs a step behind, so that the tensor cores work while one of the two is in its epilogue.
+                    Consumer 1 can be made to run some steps behind (`Tile.stagger`); none was fastest (docs/log.md).
     load            one warp: A and B through a ring of `stages` slots.
     io 0, 1         one warp per consumer: brings the epilogue's operand tiles in during the main loop and takes its
                     results away behind the next one. One per consumer: a shared warp would make each wait for the other.

@@ -9,7 +9,8 @@ from torch import Tensor
 from codetta.backends import gluon_gemm
 from codetta.errors import Reason
 from codetta.ir.graph import Frame
-from codetta.plan.tile import Tile
+from codetta.plan.target import COPY_ALIGNMENT
+from codetta.plan.tile import Tile, alignment_reason
 from codetta.plan.traffic import CONSUMERS, Move, traffic
 from codetta.program import Program, Strip
 from codetta.runtime.bind import Binding
@@ -40,10 +41,11 @@ def why_not(program: Program, binding: Binding, tile: Tile) -> list[Reason]:
             reasons.append(Reason("specialised", f"{name}: heads are not contiguous"))
             continue
         step = matrix.stride(0) * matrix.element_size()
-        if matrix.stride(1) != 1 or step % 16 or matrix.data_ptr() % 16:
-            reasons.append(
-                Reason("alignment", f"{name}: rows start every {step} bytes; the copy engine needs multiples of 16")
-            )
+        misaligned = alignment_reason(name, step, matrix.data_ptr(), COPY_ALIGNMENT)
+        if misaligned:
+            reasons.append(misaligned)
+        elif matrix.stride(1) != 1:
+            reasons.append(Reason("alignment", f"{name}: its columns are not adjacent in memory"))
     return reasons
 
 

@@ -22,8 +22,8 @@ from codetta.backends import gluon_gemm, triton_gemm
 from codetta.backends.triton_epilogue import DTYPES, operand_integers, store_integers
 from codetta.errors import LoweringError, Reason
 from codetta.plan.choose import bucket, candidates
-from codetta.plan.target import Target, device_target, unit_count
-from codetta.plan.tile import Tile
+from codetta.plan.target import COPY_ALIGNMENT, Target, device_target, unit_count
+from codetta.plan.tile import Tile, alignment_reason
 from codetta.plan.traffic import CONSUMERS, SPECIALISED
 from codetta.plan.tune import Tuned, TuneKey, find
 from codetta.program import Operand, Program, Store
@@ -213,7 +213,7 @@ def aligned(program: Program, binding: Binding) -> bool:
     """Whether the copy engine can address A and every B."""
     for tensor, batched in ((binding.a, False), *((b, program.batched) for b in binding.b)):
         step = max(tensor.stride()[-2:])
-        if tensor.data_ptr() % 16 or step * tensor.element_size() % 16:
+        if alignment_reason("", step * tensor.element_size(), tensor.data_ptr(), COPY_ALIGNMENT):
             return False
         if batched and tensor.stride(0) != tensor.shape[1] * tensor.shape[2]:
             return False

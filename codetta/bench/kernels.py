@@ -19,8 +19,6 @@ from codetta.call import Epilogue
 from codetta.program import Program
 from codetta.runtime.bind import Binding
 
-Tensors = dict[str, Any]
-
 
 @dataclass
 class Case:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+COPY_ALIGNMENT = 16  # bytes, of bases and strides that the copy engines take
+
 
 @dataclass(frozen=True)
 class Target:
@@ -23,7 +25,6 @@ class Target:
     bulk_copy: bool  # tensor descriptors are copied by hardware
     warpgroups: bool  # asynchronous matrix instructions of four warps (wgmma)
     fp8: bool  # converts fp8 e4m3 in hardware
-    copy_alignment: int = 16  # bytes, of bases and strides that the copy engine takes
     # Epilogues whose estimated registers stay below this share of the register file do not spill: found by compiling the
     # library for each target (tests/test_compile.py holds it).
     headroom: float = 0.95

@@ -8,7 +8,7 @@ does not fit on the chip, or what the copy engine cannot address, is refused her
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from codetta.errors import Reason
 from codetta.ir.graph import Node
@@ -190,7 +190,6 @@ def _fits(program: Program, tile: Tile, target: Target) -> list[Reason]:
     return reasons
 
 
-@cache
 def alignment_reason(what: str, stride_bytes: int, base_bytes: int, alignment: int) -> Reason | None:
     """Why the copy engine cannot address a tensor, if it cannot."""
     if stride_bytes % alignment or base_bytes % alignment:
