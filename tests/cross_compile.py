@@ -16,10 +16,28 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 
+import codetta
 from codetta.backends.triton import TritonBackend
 from codetta.backends.triton_compile import cross_compile
 from codetta.bench.samples import Sizes, sample
 from codetta.plan.target import TARGETS
+from codetta.program import Program
+from codetta.runtime.bind import Binding
+
+
+
+@codetta.epilogue
+def two_widths(acc0, acc1):  # type: ignore[no-untyped-def]
+    """Two segments whose tiles differ in width: the first has two strips, the second one."""
+    left, right = codetta.halves(acc0)
+    return {"y": codetta.silu(left) * right, "raw": acc0, "z": acc1, "total": codetta.row_sum(acc1)}
+
+
+def bound(name: str, dtype: torch.dtype) -> tuple[Program, Binding]:
+    if name == "two_widths":
+        return two_widths.bind(torch.randn(64, 64).to(dtype), tuple(torch.randn(n, 64).to(dtype) for n in (24, 96)))
+    return sample(name, Sizes(), dtype=dtype).bind()
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -30,7 +48,7 @@ def compile_default(job: str) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         target = TARGETS[target_name]
-        program, binding = sample(name, Sizes(), dtype=DTYPES[dtype]).bind()
+        program, binding = bound(name, DTYPES[dtype])
         tiles, refused = TritonBackend().candidates(program, binding, target)
         if not tiles:
             return {"job": job, "error": "no legal tile: " + "; ".join(map(str, refused))}

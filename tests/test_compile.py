@@ -30,6 +30,7 @@ JOBS += [
     }.items()
     for name in names
 ]
+JOBS += [f"two_widths:{target}:{dtype}" for target in TARGETS for dtype in ("bf16", "fp32")]
 
 
 def reports(jobs: list[str]) -> dict[str, dict[str, Any]]:

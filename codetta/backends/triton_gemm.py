@@ -56,6 +56,11 @@ def kernel_parameters(program: Program, tile: Tile) -> list[str]:
 def _kernel(program: Program, tile: Tile, writers: list[EpilogueWriter], widen: bool) -> list[str]:
     names = kernel_parameters(program, tile)
     tiles_n = sum(tile.column_tiles(writer.segment) for writer in writers)
+    sizes = [
+        f"BM: tl.constexpr = {tile.rows}",
+        f"BK: tl.constexpr = {tile.depth}",
+        f"K: tl.constexpr = {program.k}",
+    ]
     body = [
         "tiles_m = batches * tl.cdiv(rows_per_batch, BM)" if program.batched else "tiles_m = tl.cdiv(M, BM)",
     ]
@@ -65,23 +70,27 @@ def _kernel(program: Program, tile: Tile, writers: list[EpilogueWriter], widen: 
         f"pm, pn = tile_order(tile, tiles_m, {tiles_n}, {tile.group})",
         *_rows(program),
     ]
+    arguments = ["pn", *(name for name in PLACE if name != "j0"), *names]
+    functions: list[str] = []
     first = 0
     for number, writer in enumerate(writers):
-        count = tile.column_tiles(writer.segment)
+        first_before, first = first, first + tile.column_tiles(writer.segment)
         branch = [
-            f"j0 = (pn - {first}) * {tile.strip(writer.segment)}"
-            if first
-            else f"j0 = pn * {tile.strip(writer.segment)}"
+            f"j0 = (pn - {first_before}) * {tile.strip(writer.segment)}"
+            if first_before
+            else f"j0 = pn * {tile.strip(writer.segment)}",
+            *_product(program, writer.segment, tile, widen),
+            *_finish_tile(program, writer, tile, f"pn - {first_before}" if first_before else "pn"),
         ]
-        branch += _product(program, writer.segment, tile, widen)
-        branch += _finish_tile(program, writer, tile, f"pn - {first}" if first else "pn")
-        first += count
         if len(writers) == 1:
             inner += branch
-        else:
-            word = "if" if number == 0 else "elif" if number < len(writers) - 1 else "else"
-            condition = f" pn < {first}" if word != "else" else ""
-            inner += [f"{word}{condition}:", *_indent(branch)]
+            continue
+        # Widths differ from segment to segment, and the two sides of an `if` may not give one name two types.
+        name = f"{writer.name}_tile"
+        functions += ["@triton.jit", f"def {name}(", *wrapped(arguments), "):", *_indent([*sizes, *branch]), "", ""]
+        word = "if" if number == 0 else "elif" if number < len(writers) - 1 else "else"
+        condition = f" pn < {first}" if word != "else" else ""
+        inner += [f"{word}{condition}:", *_indent([f"{name}(", *wrapped(arguments), ")"])]
     if tile.loop == "pointer":
         body += ["tile = tl.program_id(0)", *inner]
     else:
@@ -93,14 +102,12 @@ def _kernel(program: Program, tile: Tile, writers: list[EpilogueWriter], widen: 
         ]
     skip = unspecialised(names)
     return [
+        *functions,
         f"@triton.jit(do_not_specialize={skip})",
         "def kernel(",
         *wrapped(names),
         "):",
-        f"    BM: tl.constexpr = {tile.rows}",
-        f"    BK: tl.constexpr = {tile.depth}",
-        f"    K: tl.constexpr = {program.k}",
-        *_indent(body),
+        *_indent([*sizes, *body]),
     ]
 
 
