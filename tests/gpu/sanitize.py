@@ -1,0 +1,31 @@
+"""Every epilogue of the library once, with each main loop, on a small ragged shape: something for compute-sanitizer to watch.
+
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python tests/gpu/sanitize.py [NAME ...]
+
+Without its cache PyTorch gives every tensor an allocation of its own, so that an access past its end is seen.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from codetta.backends.triton import TritonBackend
+from codetta.bench.samples import Sizes, library_names, sample
+
+
+def main(names: list[str]) -> None:
+    sizes = Sizes(333, width=512, hidden=768, vocabulary=1000, head=128, samples=1)
+    backend = TritonBackend()
+    for name in names:
+        program, binding = sample(name, sizes, torch.device("cuda"), torch.bfloat16).bind()
+        first = {tile.loop: tile for tile in reversed(backend.candidates(program, binding)[0])}
+        for tile in first.values():
+            backend.launch(program, binding, tile)
+        torch.cuda.synchronize()
+        print(name, *first)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or library_names())
