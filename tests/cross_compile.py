@@ -25,7 +25,6 @@ from codetta.program import Program
 from codetta.runtime.bind import Binding
 
 
-
 @codetta.epilogue
 def two_widths(acc0, acc1):  # type: ignore[no-untyped-def]
     """Two segments whose tiles differ in width: the first has two strips, the second one."""
