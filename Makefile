@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(BIN)/python -c 'import torch, triton; print(f"torch=={torch.__version__}\ntriton=={triton.__version__}")' > $(VENV)/constraints.txt; \
 	  grep -v -E '^(torch|triton)==' constraints.txt >> $(VENV)/constraints.txt; \
 	else cp constraints.txt $(VENV)/constraints.txt; fi
-	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[test,zoo]'
 	touch $@
 
 lint: setup

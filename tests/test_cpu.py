@@ -113,13 +113,24 @@ def test_batched(dtype: torch.dtype) -> None:
 
 
 def test_many_rows() -> None:
-    """More rows than are packed at once: partials and row numbers go on where the first part ended."""
+    """More rows than are taken on at once: partials and row numbers go on where the first part ended."""
 
     def numbered(acc: Any, x: ct.Tile) -> Any:
         y = acc + 0.001 * ct.row_index() + x
         return {"y": y, "c": ct.col_sum(y), "top": ct.col_max(y), "m": ct.row_moments(y)}
 
-    check(numbered, rand(4500, 3), rand(70, 3), x=rand(4500, 70))
+    check(numbered, rand(1500, 2100), rand(70, 2100, scale=0.02), x=rand(1500, 70))
+    check(numbered, rand(2100, 1500).T, rand(70, 2100, scale=0.02), x=rand(1500, 70))
+    # A tile by tile, the last of them ragged.
+    check(numbered, rand(3, 4500).T, rand(300, 3), x=rand(4500, 300))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rows_in_place_and_packed(dtype: torch.dtype) -> None:
+    """Rows that are read where they are, also in pairs of panels, and those too far apart for that."""
+    for step, k in ((64, 64), (131, 131), (4096, 70)):
+        for m in (17, 43, 130):
+            check(plain, rand(m, step, dtype=dtype)[:, :k], rand(900, k, dtype=dtype, scale=k**-0.5))
 
 
 # ---- elementwise -------------------------------------------------------------------------------------------------
@@ -450,10 +461,11 @@ def test_threads_change_no_bit(threads: Callable[[int], None]) -> None:
         }
 
     for dtype in FLOATS:
-        for m, n, k in ((1, 300, 70), (11, 300, 70), (400, 100, 70), (700, 300, 30)):
+        for m, n, k in ((1, 300, 70), (11, 300, 70), (40, 900, 70), (400, 100, 70), (1400, 300, 30)):
             for transposed in (False, True):
                 w = [rand(k, n, dtype=dtype).T if transposed else rand(n, k, dtype=dtype) for _ in range(2)]
-                program, binding = ct.epilogue(everything).bind(rand(m, k, dtype=dtype), w, x=rand(m, n))
+                a = rand(k, m, dtype=dtype).T if transposed and m > 1 else rand(m, k, dtype=dtype)
+                program, binding = ct.epilogue(everything).bind(a, w, x=rand(m, n))
                 seen = []
                 for number in (1, 2, 3):
                     threads(number)

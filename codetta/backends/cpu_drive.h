@@ -45,7 +45,15 @@ static thread_local Workspace workspace;
 enum Way { PACKED, DOTS, STREAM };
 // Up to how many rows reading B in place beats packing it: measured on Zen 4, 2026-11, at K 1024 to 5632.
 enum { DOTS_ROWS = 16, STREAM_ROWS = 16 };
-enum { PACKED_ROWS = 1024, STREAM_COLS = 512 };
+enum { STREAM_COLS = 512 };
+// Rows are taken on in portions: what these hold of A is read for every panel, and B is packed anew for the next ones.
+enum { PORTION_ROWS = 1024, PORTION_BYTES = 8 << 20 };
+// Where all of B is no larger, and rows are many, it is packed once for all threads, and A tile by tile, for L2 to hold.
+enum { BY_TILE_BYTES = 2 << 20 };
+// Two panels up to this size are gone through together, in an L2 of 1 MB: half as many passes over A.
+enum { PAIR_BYTES = 640 << 10 };
+// Rows this far apart would fall on the same few lines of an L1.
+enum { L1_WAY = 4096 };
 
 static bool is_transposed(const i64* args, const Strip& strip) { return args[FIRST_B + B_ARGUMENTS * strip.product + B_TRANSPOSED]; }
 
@@ -72,6 +80,8 @@ struct Work {
   const uint32_t* a_packed;
   const uint32_t* a_words;            // adjacent in k
   const float* stats;
+  bool in_place;                      // A is read where it is
+  i64 first_strip;                    // of those in a_packed
 
   const T* a_row(i64 row) const {
     const i64 at = batch * args[ROWS_PER_BATCH] + row;
@@ -95,7 +105,7 @@ struct Work {
     if (count <= 0) return;
     const T* lane[MR];
     for (i64 i = 0; i < count; i++) lane[i] = a_row(row + i);
-    pack<MR>(lane, a_k_step(), args[A_TRANSPOSED], count, args[DEPTH], to + number * MR * words(args[DEPTH]));
+    pack<MR>(lane, a_k_step(), args[A_TRANSPOSED], count, args[DEPTH], to + (number - first_strip) * MR * words(args[DEPTH]));
   }
   static i64 width(const Segment& segment) { return up(segment.panel, NR) * NR; }
   i64 panel_words(const Segment& segment) const { return segment.count * width(segment) * words(args[DEPTH]); }
@@ -126,18 +136,17 @@ struct Work {
         }
         continue;
       }
-      for (i64 r = 0; r < rows; r += MR)
+      for (i64 r = 0; r < rows; r += MR) {
+        const Rows these = in_place ? Rows{(const char*)a_row(row + r), args[A_STEP] * (i64)sizeof(T)} : Rows{(const char*)(a + r * n), 4};
         for (i64 j = 0; j < cols; j += NR)
-          multiply_rows(least(MR, rows - r), n, a + r * n, b + (s * width(segment) + j) * n, mine + r * ld + j, ld);
+          (in_place ? multiply<MR, WORDS_IN_MEMORY> : multiply<MR, false>)(least(MR, rows - r), n, these, b + (s * width(segment) + j) * n, mine + r * ld + j, ld);
+      }
     }
   }
-  // All blocks of some row tiles of one panel, through the epilogue.
-  void run_panel(const Segment& segment, Way way, i64 panel, i64 tile0, i64 tile1, const uint32_t* b, float* to, char* room) const {
+  // All blocks of some row tiles of some panels, through the epilogue. b: the first of these panels.
+  void run_panels(const Segment& segment, Way way, i64 panel0, i64 panel1, i64 tile0, i64 tile1, const uint32_t* b, float* to, char* room) const {
     Place at;
-    at.panel = panel;
     at.panels = up(segment.cols, segment.panel);
-    at.col = panel * segment.panel;
-    at.cols = least(segment.panel, segment.cols - at.col);
     at.batch = batch;
     at.ld = segment.count * width(segment);
     at.room = room;
@@ -151,9 +160,14 @@ struct Work {
         at.row = batch * args[ROWS_PER_BATCH] + row;
         at.row_tile = first / plan.row_tile + tile;
         at.first = in_tile == 0;
-        const i64 strip = (tile * blocks + in_tile / block) * strips;
-        multiply_block(segment, way, panel, row, at.rows, a_packed + strip * MR * words(args[DEPTH]), b, to, at.ld);
-        segment.epilogue(at, args);
+        const i64 strip = (tile * blocks + in_tile / block) * strips - first_strip;
+        for (at.panel = panel0; at.panel < panel1; at.panel++) {
+          at.col = at.panel * segment.panel;
+          at.cols = least(segment.panel, segment.cols - at.col);
+          const uint32_t* const mine = b + (at.panel - panel0) * panel_words(segment);
+          multiply_block(segment, way, at.panel, row, at.rows, a_packed + strip * MR * words(args[DEPTH]), mine, to, at.ld);
+          segment.epilogue(at, args);
+        }
       }
   }
   // A range of panels of a stream: the product of all their columns first, then panel by panel through the epilogue.
@@ -193,7 +207,8 @@ static bool run_rows(const Plan& plan, const i64* args, i64 batch, i64 first, i6
   const i64 all_rows = args[ROWS_PER_BATCH], threads = args[THREADS], k_words = words(args[DEPTH]);
   // Few rows fit one block, and B need not be read again for the last of them.
   const i64 block = plan.row_block ? plan.row_block : all_rows <= DOTS_ROWS ? all_rows : MR;
-  Work work = {plan, args, batch, first, end, block, up(plan.row_tile, block), up(block, MR), threads, nullptr, nullptr, stats};
+  Work work = {plan, args, batch, first, end, block, up(plan.row_tile, block), up(block, MR), threads, nullptr, nullptr, stats, false, 0};
+  work.in_place = WORDS_IN_MEMORY && !args[A_TRANSPOSED] && args[DEPTH] % PER_WORD == 0 && args[A_STEP] * sizeof(T) % L1_WAY;
   bool any_packed = false, any_stream = false;
   i64 panels = 0, tile_bytes = 0, room = 0, b_bytes = 0, all_b_bytes = 0, stream_bytes = 0;
   for (i64 s = 0; s < plan.count; s++) {
@@ -215,11 +230,13 @@ static bool run_rows(const Plan& plan, const i64* args, i64 batch, i64 first, i6
   // Panels alone keep the threads busy unless they are few: then rows are divided too, and B is packed once, for all.
   const i64 tiles = work.row_tiles();
   i64 parts = threads > 1 && panels < 4 * threads ? least(up(4 * threads, panels), tiles) : 1;
-  const bool shared = parts > 1 && any_packed;
-  const size_t a_size = aligned(any_packed ? tiles * work.strips_of_tile() * MR * k_words * 4 : 0);
-  const size_t words_size = aligned(any_stream ? (end - first) * k_words * 4 : 0), b_size = aligned(shared ? all_b_bytes : b_bytes);
+  const bool packs_a = any_packed && !work.in_place, by_tile = packs_a && tiles >= 4 * threads && all_b_bytes <= BY_TILE_BYTES;
+  const bool shared = any_packed && (parts > 1 || by_tile);
+  const i64 tile_words = work.strips_of_tile() * MR * k_words;
+  const size_t a_size = aligned(packs_a && !by_tile ? tiles * tile_words * 4 : 0);
+  const size_t words_size = aligned(any_stream ? (end - first) * k_words * 4 : 0), b_size = aligned(shared ? all_b_bytes : at_least_of(b_bytes, least(2 * b_bytes, PAIR_BYTES)));
   const size_t tile_size = aligned(at_least_of(tile_bytes, stream_bytes)), room_size = aligned(room);
-  const size_t per_thread = tile_size + room_size + (shared ? 0 : b_size);
+  const size_t per_thread = tile_size + room_size + (by_tile ? aligned(tile_words * 4) : shared ? 0 : b_size);
   char* memory = workspace.get(a_size + words_size + (shared ? b_size : 0) + threads * per_thread);
   if (!memory) return false;
   uint32_t* const a_packed = (uint32_t*)memory;
@@ -236,12 +253,12 @@ static bool run_rows(const Plan& plan, const i64* args, i64 batch, i64 first, i6
     char* const own = mine + thread_number() * per_thread;
     float* const tile = (float*)own;
     char* const room_here = own + tile_size;
-    uint32_t* const b_own = (uint32_t*)(own + tile_size + room_size);
+    uint32_t* const packed_here = (uint32_t*)(own + tile_size + room_size);  // panels of B, or a tile of A
     if (finish && plan.stats) {
 #pragma omp for schedule(static) nowait
       for (i64 m = 0; m < args[ROWS]; m += 64) plan.finish(args, m, least(m + 64, args[ROWS]), stats);
     }
-    if (any_packed) {
+    if (packs_a && !by_tile) {
 #pragma omp for schedule(static) nowait
       for (i64 s = 0; s < tiles * work.strips_of_tile(); s++) work.pack_a(s, a_packed);
     }
@@ -264,11 +281,29 @@ static bool run_rows(const Plan& plan, const i64* args, i64 batch, i64 first, i6
         to += mine_here * work.panel_words(segment);
       }
     }
-    if ((finish && plan.stats) || any_packed || any_stream) {
+    if ((finish && plan.stats) || packs_a || shared || any_stream) {
 #pragma omp barrier
     }
+    if (by_tile) {
+      // The last tiles are halved, for threads to end together: one takes every other panel.
+      const i64 undivided = at_least_of(tiles - 2 * threads, 0);
+      Work part = work;
+      part.a_packed = packed_here;
+#pragma omp for schedule(dynamic, 1) nowait
+      for (i64 job = 0; job < 2 * tiles - undivided; job++) {
+        const i64 late = job - undivided, t = late < 0 ? job : undivided + late / 2;
+        part.first_strip = t * work.strips_of_tile();
+        for (i64 s = 0; s < work.strips_of_tile(); s++) part.pack_a(part.first_strip + s, packed_here);
+        const uint32_t* b = b_shared;
+        for (i64 s = 0, number = 0; s < count; s++) {
+          const Segment& segment = plan.segments[s];
+          for (i64 p = 0; p < up(segment.cols, segment.panel); p++, number++, b += work.panel_words(segment))
+            if (late < 0 || number % 2 == late % 2) part.run_panels(segment, PACKED, p, p + 1, t, t + 1, b, tile, room_here);
+        }
+      }
+    }
     const uint32_t* b = b_shared;
-    for (i64 s = 0; s < count; s++) {
+    for (i64 s = 0; s < count && !by_tile; s++) {
       const Segment& segment = plan.segments[s];
       const Way way = way_of(args, segment);
       const i64 mine_here = up(segment.cols, segment.panel);
@@ -280,15 +315,19 @@ static bool run_rows(const Plan& plan, const i64* args, i64 batch, i64 first, i6
       }
       const i64 panel_size = work.panel_words(segment), parts_here = way == PACKED ? parts : 1;
       const i64 tiles_here = way == PACKED ? tiles_of_part : tiles;
+      // The last panels are taken singly, for threads to end together.
+      const bool in_pairs = way == PACKED && !shared && 2 * panel_size * 4 <= PAIR_BYTES;
+      const i64 pairs = in_pairs ? at_least_of(mine_here - 2 * threads, 0) / 2 : 0;
 #pragma omp for schedule(dynamic, 1) nowait
-      for (i64 job = 0; job < mine_here * parts_here; job++) {
-        const i64 p = job / parts_here, part = job % parts_here;
-        const uint32_t* panel = b + p * panel_size;
+      for (i64 job = 0; job < (mine_here - pairs) * parts_here; job++) {
+        const i64 number = job / parts_here, part = job % parts_here;
+        const i64 p0 = number + least(number, pairs), p1 = p0 + (number < pairs ? 2 : 1);
+        const uint32_t* packed = b + p0 * panel_size;
         if (way == PACKED && !shared) {
-          work.pack_b(segment, p, b_own);
-          panel = b_own;
+          for (i64 p = p0; p < p1; p++) work.pack_b(segment, p, packed_here + (p - p0) * panel_size);
+          packed = packed_here;
         }
-        work.run_panel(segment, way, p, part * tiles_here, least((part + 1) * tiles_here, tiles), panel, tile, room_here);
+        work.run_panels(segment, way, p0, p1, part * tiles_here, least((part + 1) * tiles_here, tiles), packed, tile, room_here);
       }
       if (shared && way == PACKED) b += mine_here * panel_size;
     }
@@ -302,7 +341,7 @@ static thread_local Workspace finished;
 extern "C" __attribute__((visibility("default"))) int codetta_run(const Plan* plan, const i64* args) {
   float* stats = nullptr;
   if (plan->stats && !(stats = (float*)finished.get((plan->stats * args[ROWS] + 16) * 4))) return 1;
-  const i64 rows = args[ROWS_PER_BATCH], times = up(rows, PACKED_ROWS);
+  const i64 rows = args[ROWS_PER_BATCH], times = up(rows, at_least_of(PORTION_ROWS, PORTION_BYTES / (4 * words(args[DEPTH]))));
   const i64 at_once = up(up(rows, times), plan->row_tile) * plan->row_tile;
   bool finish = true;
   for (i64 batch = 0; batch < args[BATCH]; batch++)

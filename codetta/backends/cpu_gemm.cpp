@@ -2,9 +2,10 @@
 //
 //   C[m, n] = sum over k of A[m, k] * B[n, k], accumulated in fp32 over the whole of K, in registers
 //
-// A is packed into strips of MR rows and B into strips of NR columns, as 32-bit words [k][lane]: one fp32 each, or two
-// bf16 where the processor multiplies those. A block of rows x one panel of columns is made in L1 or L2 and handed to the
-// epilogue. Few rows are not worth packing: there B is read in place, row by row (K adjacent) or as a stream (N adjacent).
+// B is packed into strips of NR columns, as 32-bit words [k][lane]: one fp32 each, or two bf16 where the processor multiplies
+// those. So is A, in strips of MR rows, unless its words can be read where they are. A block of rows x one panel of columns
+// is made in L1 or L2 and handed to the epilogue. Few rows are not worth packing: there B is read in place, row by row
+// (K adjacent) or as a stream (N adjacent).
 // How the work is divided among threads changes no bit of the result.
 #include <stdlib.h>
 #ifdef _OPENMP
@@ -171,12 +172,25 @@ template <int WIDTH> static void pack(const T* const* lane, i64 k_step, bool sid
 // PyTorch uses. Half types round their results far more coarsely, and take all of K in one go.
 enum { STRETCH = sizeof(T) == 4 ? 256 : 1 << 30 };
 
-template <int ROWS_, bool FIRST> __attribute__((noinline)) static void multiply_stretch(i64 n, const uint32_t* __restrict a, const uint32_t* __restrict b, float* __restrict c, i64 ld) {
+// The words of a strip of A: packed, or in place, `step` bytes from row to row.
+struct Rows {
+  const char* at;
+  i64 step;
+};
+// Whether elements that follow one another in memory make a word.
+enum { WORDS_IN_MEMORY = sizeof(T) * PER_WORD == 4 };
+
+template <int ROWS_, bool IN_PLACE, bool FIRST>
+__attribute__((noinline)) static void multiply_stretch(i64 n, Rows a, const uint32_t* __restrict b, float* __restrict c, i64 ld) {
   V acc[ROWS_][NV];
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS_; i++)
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) acc[i][v] = V{};
+  // In place, an address and the step reach five rows. There are no registers for an address of every row, which is what the
+  // compiler would make of it: the empty asm keeps it from that.
+  const i64 step = a.step, step3 = 3 * step;
+  const char *p0 = a.at, *p1 = p0 + 5 * step, *p2 = p0 + 10 * step;
   for (i64 k = 0; k < n; k++) {
     Words bv[NV];
 #pragma GCC unroll 4
@@ -185,10 +199,19 @@ template <int ROWS_, bool FIRST> __attribute__((noinline)) static void multiply_
       PREFETCH(b + NR * 8 + 16 * v);
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < ROWS_; i++)
+    for (int i = 0; i < ROWS_; i++) {
+      const char* const p = IN_PLACE ? (i < 5 ? p0 : i < 10 ? p1 : p2) + (i % 5 == 3 ? step3 : i % 5 * step) : p0 + 4 * i;
+      uint32_t word;
+      memcpy(&word, p, 4);
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) acc[i][v] = Multiply<PER_WORD>::add(acc[i][v], same_word(a[i]), bv[v]);
-    a += MR;
+      for (int v = 0; v < NV; v++) acc[i][v] = Multiply<PER_WORD>::add(acc[i][v], same_word(word), bv[v]);
+    }
+    p0 += IN_PLACE ? 4 : 4 * MR;
+    if (IN_PLACE) {
+      p1 += 4;
+      p2 += 4;
+      asm("" : "+r"(p0), "+r"(p1), "+r"(p2));
+    }
     b += NR;
   }
 #pragma GCC unroll 16
@@ -199,21 +222,14 @@ template <int ROWS_, bool FIRST> __attribute__((noinline)) static void multiply_
       put(to, FIRST ? acc[i][v] : acc[i][v] + get<V>(to, 16), 16);
     }
 }
-template <int ROWS_> static void multiply(i64 n, const uint32_t* a, const uint32_t* b, float* c, i64 ld) {
-  multiply_stretch<ROWS_, true>(least(n, STRETCH), a, b, c, ld);
-  for (i64 k = STRETCH; k < n; k += STRETCH) multiply_stretch<ROWS_, false>(least(n - k, STRETCH), a + k * MR, b + k * NR, c, ld);
-}
-static inline void multiply_rows(i64 rows, i64 n, const uint32_t* a, const uint32_t* b, float* c, i64 ld) {
-#ifdef CODETTA_AVX512
-  if (rows > 12) multiply<MR>(n, a, b, c, ld);
-  else if (rows > 8) multiply<12>(n, a, b, c, ld);
-  else if (rows > 4) multiply<8>(n, a, b, c, ld);
-  else multiply<4>(n, a, b, c, ld);
-#else
-  if (rows > 4) multiply<MR>(n, a, b, c, ld);
-  else if (rows > 2) multiply<4>(n, a, b, c, ld);
-  else multiply<2>(n, a, b, c, ld);
-#endif
+// The first `rows` of up to ROWS_ rows; no other is read.
+template <int ROWS_, bool IN_PLACE> static void multiply(i64 rows, i64 n, Rows a, const uint32_t* b, float* c, i64 ld) {
+  if (rows < ROWS_) return multiply<(ROWS_ > 1 ? ROWS_ - 1 : 1), IN_PLACE>(rows, n, a, b, c, ld);
+  multiply_stretch<ROWS_, IN_PLACE, true>(least(n, STRETCH), a, b, c, ld);
+  for (i64 k = STRETCH; k < n; k += STRETCH) {
+    const Rows rest = {a.at + k * (IN_PLACE ? 4 : 4 * MR), a.step};
+    multiply_stretch<ROWS_, IN_PLACE, false>(least(n - k, STRETCH), rest, b + k * NR, c, ld);
+  }
 }
 
 // ---- few rows: B read in place ---------------------------------------------------------------------------------------

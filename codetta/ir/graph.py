@@ -95,7 +95,8 @@ def rebuilt(old: Node, args: tuple[Node, ...]) -> Node:
     if all(new is was for new, was in zip(args, old.args, strict=True)):
         return old
     attrs: dict[str, Any] = dict(old.attrs)
-    return node(old.op, *args, **attrs)
+    space = old.space if OPS[old.op].shape == "leaf" else None  # products and the like say their own
+    return node(old.op, *args, space=space, **attrs)
 
 
 def topological(roots: Iterable[Node]) -> list[Node]:

@@ -117,6 +117,10 @@ OPS: dict[str, Op] = {
     "group_sum": Op(1, "group", "float"),  # rows, cols
     "group_max": Op(1, "group", "float"),
     "spread": Op(1, "spread"),  # rows, cols
+    # only in whole graphs, never in an epilogue; their space is given
+    "product": Op(1, "leaf", "float"),  # weight (name), gain (a value of K columns, multiplied into the weight)
+    "vector": Op(1, "leaf", "float"),  # a row times such a weight
+    "moment": Op(1, "leaf", "float"),  # field (mean or var) of row_moments
     # sinks: reductions over the whole row or column, written as tile partials
     "row_sum": Op(1, "row_sink", "float"),
     "row_max": Op(1, "row_sink", "float"),

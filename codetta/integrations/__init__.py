@@ -1,0 +1,1 @@
+"""How other projects' models and compilers reach Codetta."""

@@ -1,0 +1,309 @@
+"""Executor: a plan as one Python function, written once and called with the graph's inputs.
+
+The function is a list of launches and of operators that stayed with the graph, each tensor a local variable that is dropped
+after its last use. What parameters alone decide (weights with a norm's gain in them, vectors) is made when first needed
+and again whenever one of those parameters has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from codetta import compiler
+from codetta.capture import Graph, Leaf
+from codetta.ir import view as views
+from codetta.ir.graph import Node
+from codetta.ir.op import apply, compute_dtype
+from codetta.partition import Launch, Plan, Present, Run, Source
+from codetta.program import Program
+from codetta.runtime.bind import Binding, bind_operand, bind_output, matrix
+from codetta.stat import Stat
+
+aten = torch.ops.aten
+
+
+class Executor:
+    """Callable with the graph's placeholders, in order; returns its outputs as a tuple."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.constants = Constants(plan.graph)
+        writer = _Writer(plan, self.constants)
+        self.source = writer.source()
+        scope: dict[str, Any] = {"c": writer.objects, "torch": torch}
+        exec(compile(self.source, "<codetta plan>", "exec"), scope)
+        self._function: Callable[..., Any] = scope["plan"]
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._function(self.constants.fresh(inputs), *inputs)
+
+
+class Constants:
+    """What parameters alone decide, by name; made anew when a parameter has changed."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.placeholders = [each for each in graph.fx.nodes if each.op == "placeholder"]
+        self.index = {each: number for number, each in enumerate(self.placeholders)}
+        self.recipes: list[Callable[[_Parameters], Tensor]] = []
+        self.keys: list[object] = []
+        self.watched: list[int] = []
+        self.made: list[Tensor] = []
+        self.state: tuple[object, ...] | None = None
+
+    def weight(self, name: str, gain: Node | None) -> int:
+        return self._recipe(("weight", name, gain), lambda at: at.weight(name, gain))
+
+    def vector(self, value: Node) -> int:
+        return self._recipe(("vector", value), lambda at: at.vector(value))
+
+    def _recipe(self, key: object, make: Callable[[_Parameters], Tensor]) -> int:
+        if key not in self.keys:
+            self.keys.append(key)
+            self.recipes.append(make)
+        return self.keys.index(key)
+
+    def fresh(self, inputs: Sequence[Any]) -> list[Tensor]:
+        if self.state is None or self._state(inputs) != self.state:
+            at = _Parameters(self.graph, dict(zip(self.placeholders, inputs, strict=True)))
+            with torch.no_grad():
+                self.made = [recipe(at) for recipe in self.recipes]
+            self.watched = sorted(self.index[each] for each in at.used)
+            self.state = self._state(inputs)
+        return self.made
+
+    def _state(self, inputs: Sequence[Any]) -> tuple[object, ...]:
+        return tuple((inputs[at].data_ptr(), inputs[at]._version) for at in self.watched)
+
+
+class _Parameters:
+    """The graph's parameters, for one making of the constants; remembers which were used."""
+
+    def __init__(self, graph: Graph, given: dict[fx.Node, Any]) -> None:
+        self.graph, self.known = graph, dict(given)
+        self.given = set(given)
+        self.used: set[fx.Node] = set()
+        self.weights: dict[tuple[str, Node | None], Tensor] = {}
+
+    def tensor(self, each: fx.Node) -> Tensor:
+        if each in self.given:
+            self.used.add(each)
+        elif each not in self.known:
+            args, kwargs = fx.node.map_arg((each.args, each.kwargs), self.tensor)
+            self.known[each] = each.target(*args, **kwargs)  # type: ignore[operator]
+        return self.known[each]
+
+    def weight(self, name: str, gain: Node | None) -> Tensor:
+        """(N, K), with the gain of its K columns multiplied in."""
+        if (name, gain) not in self.weights:
+            known = self.graph.weights[name]
+            source = self.tensor(known.source)
+            whole = source.t() if known.transposed else source
+            part = whole[known.start : known.stop]
+            if gain is not None:
+                wide = compute_dtype(part.dtype)
+                scaled = (part.to(wide) * self.vector(gain).to(wide)).to(part.dtype)
+                # As the weight lies in memory, which the program was written for.
+                part = scaled.t().contiguous().t() if known.transposed else scaled.contiguous()
+            self.weights[name, gain] = part
+        return self.weights[name, gain]
+
+    def vector(self, value: Node) -> Tensor:
+        """A row made of parameters: fp32, or fp64 for a model in it."""
+        match value.op:
+            case "const":
+                return torch.tensor(value.attr("value"))
+            case "load":
+                leaf = self.graph.leaves[value.attr("name")]
+                tensor = self.tensor(leaf.source)
+                flat = tensor.reshape(-1).to(compute_dtype(tensor.dtype))
+                if not value.space.cols:
+                    return flat.reshape(())
+                return flat.repeat(value.space.cols // flat.numel())
+            case "vector":
+                weight = self.weight(value.attr("weight"), value.attr("gain"))
+                row = self.vector(value.args[0]).to(weight.device)
+                return (weight.to(compute_dtype(weight.dtype)) * row).sum(1)
+        args = [self.vector(arg) for arg in value.args]
+        return apply(value.op, args, dict(value.attrs))
+
+
+def launch(program: Program, a: Tensor, b: Sequence[Tensor], values: dict[str, Tensor | Stat]) -> list[Tensor | Stat]:
+    """Run one program of a plan; its stores and sinks in the order of its outputs."""
+    a, major = matrix("a", a)
+    if major == "column":
+        a = a.contiguous()
+    rows = a.shape[0]
+    samples = 1
+    for operand in program.operands:
+        if operand.rows == "sample":
+            samples = values[operand.name].shape[0]  # type: ignore[union-attr]
+    bound = {each.name: bind_operand(each, values[each.name], rows, samples) for each in program.operands}
+    outputs = {each.name: bind_output(each, None, rows, samples, a.device) for each in program.stores}
+    binding = Binding(rows, samples, 1, (rows,), a, tuple(b), bound, outputs)
+    results = compiler.run(program, binding)
+    return [results[name] for name in program.outputs]
+
+
+class _Writer:
+    """Writes the function."""
+
+    def __init__(self, plan: Plan, constants: Constants) -> None:
+        self.plan, self.constants = plan, constants
+        self.graph = plan.graph
+        self.objects: list[Any] = []
+        self.lines: list[str] = []
+        self.symbols: dict[str, str] = {}  # of sizes: where they come from
+        self.stored: dict[tuple[Node, torch.dtype], str] = {}
+        self.stats: dict[Node, str] = {}
+
+    def source(self) -> str:
+        inputs = [self.variable(each) for each in self.constants.placeholders]
+        self._symbols()
+        for step in self.plan.steps:
+            match step:
+                case Launch():
+                    self._launch(step)
+                case Present():
+                    self.lines.append(f"{self.variable(step.target)} = {self._present(step)}")
+                case Run():
+                    self.lines.append(f"{self.variable(step.target)} = {self._run(step.target)}")
+        output = next(each for each in self.graph.fx.nodes if each.op == "output")
+        self.lines.append(f"return {self.spell(output.args[0])}")
+        body = _with_drops(self.lines, keep=set(inputs))
+        return "\n".join([f"def plan(made, {', '.join(inputs)}):", *(f"    {line}" for line in body)])
+
+    @staticmethod
+    def variable(each: fx.Node) -> str:
+        return f"v_{each.name}"
+
+    def object(self, value: Any) -> str:
+        for number, known in enumerate(self.objects):
+            if known is value:
+                return f"c[{number}]"
+        self.objects.append(value)
+        return f"c[{len(self.objects) - 1}]"
+
+    def spell(self, arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return self.variable(arg)
+        if isinstance(arg, tuple | list):
+            inner = ", ".join(self.spell(each) for each in arg)
+            return f"[{inner}]" if isinstance(arg, list) else f"({inner}{',' if len(arg) == 1 else ''})"
+        if isinstance(arg, dict):
+            return "{" + ", ".join(f"{key!r}: {self.spell(each)}" for key, each in arg.items()) + "}"
+        if arg is None or isinstance(arg, bool | int | str):
+            return repr(arg)
+        return self.object(arg)
+
+    def _symbols(self) -> None:
+        """Where the symbols of sizes can be read off the inputs."""
+        for each in self.constants.placeholders:
+            value = each.meta.get("val")
+            if isinstance(value, torch.SymInt):
+                self.symbols.setdefault(str(value.node.expr), self.variable(each))
+            elif isinstance(value, Tensor):
+                for at, size in enumerate(value.shape):
+                    if isinstance(size, torch.SymInt):
+                        self.symbols.setdefault(str(size.node.expr), f"{self.variable(each)}.shape[{at}]")
+
+    def size(self, size: Any) -> str:
+        if isinstance(size, int):
+            return str(size)
+        from torch.utils._sympy.printers import PythonPrinter
+
+        expr = size.node.expr
+        if str(expr) in self.symbols:
+            return self.symbols[str(expr)]
+        text = PythonPrinter().doprint(expr)
+        for symbol in sorted(map(str, expr.free_symbols), key=len, reverse=True):
+            text = text.replace(symbol, self.symbols[symbol])
+        return f"({text})"
+
+    def _run(self, each: fx.Node) -> str:
+        target = each.target
+        packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else None
+        args = [self.spell(arg) for arg in each.args]
+        if packet in (aten.view, aten._unsafe_view):
+            return f"{args[0]}.reshape({args[1]})"  # what a program stored may lie otherwise in memory
+        kwargs = [f"{key}={self.spell(arg)}" for key, arg in each.kwargs.items()]
+        return f"{self.object(target)}({', '.join(args + kwargs)})"
+
+    def _present(self, step: Present) -> str:
+        """The stored matrix as the tensor that the graph expects: a view."""
+        dims = step.value.dims
+        text = self.stored[step.value.node, step.dtype]
+        order = [*views.factors(dims, "row"), *views.factors(dims, "col")]
+        flat = [factor for dim in dims for factor in dim]
+        if flat != order or len(order) != 2:
+            text += f".view({', '.join(self.size(factor.size) for factor in order)})" if order else ""
+        if flat != order:
+            text += f".permute({', '.join(str(order.index(factor)) for factor in flat)})"
+        final = [self.size(views.product(factor.size for factor in dim)) for dim in dims]
+        if [len(dim) for dim in dims] != [1] * len(flat):
+            text += f".reshape({', '.join(final) if final else '()'})"
+        return text
+
+    def _leaf(self, leaf: Leaf) -> str:
+        """A tensor of the graph as the matrix that programs read."""
+        text, shape = self.variable(leaf.source), list(leaf.source.meta["val"].shape)
+        if leaf.operand.rows == "none":
+            return f"{text}.reshape(-1)"
+        others = [at for at in range(len(shape)) if at not in leaf.order]
+        order = [*others, *leaf.order]
+        if order != sorted(order):
+            text += f".permute({', '.join(map(str, order))})"
+        if not leaf.operand.cols:
+            return f"{text}.reshape(-1)"
+        return text if len(shape) == 2 and not others else f"{text}.reshape(-1, {leaf.operand.cols})"
+
+    def _source(self, source: Source) -> str:
+        match source.kind:
+            case "leaf":
+                return self._leaf(self.graph.leaves[source.name])
+            case "stored":
+                assert source.value is not None and source.dtype is not None
+                return self.stored[source.value, source.dtype]
+            case "stat":
+                assert source.value is not None
+                return self.stats[source.value]
+            case "constant":
+                assert source.value is not None
+                return f"made[{self.constants.vector(source.value)}]"
+        return f"v_{source.name}.reshape(-1, v_{source.name}.shape[-1])"
+
+    def _launch(self, step: Launch) -> None:
+        results = []
+        for name in step.program.outputs:
+            variable = f"p{step.number}_{name}"
+            if name in step.stores:
+                self.stored[step.stores[name]] = variable
+            else:
+                self.stats[step.sinks[name]] = variable
+            results.append(variable)
+        weights = ", ".join(f"made[{self.constants.weight(name, gain)}]" for name, gain in step.weights)
+        operands = ", ".join(f"{name!r}: {self._source(source)}" for name, source in step.operands.items())
+        call = f"{self.object(launch)}({self.object(step.program)}, {self._source(step.a)}, [{weights}], {{{operands}}})"
+        self.lines.append(f"{', '.join(results)}{',' if len(results) == 1 else ''} = {call}")
+
+
+def _with_drops(lines: list[str], keep: set[str]) -> list[str]:
+    """The lines with each variable deleted behind its last use, so that its memory serves the next."""
+    import re
+
+    names = [set(re.findall(r"\b(?:v_\w+|p\d+_\w+)\b", line)) for line in lines]
+    last: dict[str, int] = {}
+    for number, found in enumerate(names):
+        for name in found:
+            last[name] = number
+    result = []
+    for number, line in enumerate(lines):
+        result.append(line)
+        gone = sorted(name for name in names[number] if last[name] == number and name not in keep)
+        if gone and number < len(lines) - 1:
+            result.append(f"del {', '.join(gone)}")
+    return result
