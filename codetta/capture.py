@@ -20,8 +20,9 @@ from torch import fx
 from codetta import dsl
 from codetta.errors import Reason, TraceError
 from codetta.ir import view as views
-from codetta.ir.graph import Node, Space, node
+from codetta.ir.graph import Node, Space, node, topological
 from codetta.ir.view import Dims
+from codetta.placement import NOWHERE, Placement
 from codetta.program import Operand
 
 aten = torch.ops.aten
@@ -60,39 +61,99 @@ class Graph:
     """A captured graph: the FX graph, and what is known of its nodes."""
 
     fx: fx.Graph
+    placement: Placement
     values: dict[fx.Node, Value] = field(default_factory=dict)
     leaves: dict[str, Leaf] = field(default_factory=dict)
     weights: dict[str, Weight] = field(default_factory=dict)
     constant: set[fx.Node] = field(default_factory=set)  # computed from parameters alone
     dtypes: dict[Node, torch.dtype] = field(default_factory=dict)  # in which the graph holds a value
     refusals: dict[fx.Node, Reason] = field(default_factory=dict)
-    products: list[Node] = field(default_factory=list)
 
 
 class Refused(Exception):
     """A handler cannot express the operator; the text says why."""
 
 
-def capture(graph: fx.Graph, parameters: Iterable[fx.Node]) -> Graph:
-    """Every node of the graph that depends on a product, as a value, as far as the handlers go."""
-    found = Graph(graph)
-    found.constant |= set(parameters)
-    for each in graph.nodes:
-        if each.op not in ("call_function",):
-            continue
+class Cut(Exception):
+    """A value must exist as a tensor before the graph goes on, and no program can make it: the graph must."""
+
+    def __init__(self, value: Node, why: str) -> None:
+        super().__init__(why)
+        self.value = value
+
+
+Law = Callable[[Node], Node | None]
+
+
+def capture(graph: fx.Graph, parameters: Iterable[fx.Node], laws: Sequence[Law] = ()) -> Graph:
+    """Every node of the graph that depends on a product, as a value, as far as the handlers go.
+
+    Laws are applied to products as they are met. Where a product needs a value that is known too late for any program to
+    store it, the graph keeps that value, and reading starts again behind it.
+    """
+    return _Reader(graph, parameters, laws).read()
+
+
+class _Reader:
+    def __init__(self, graph: fx.Graph, parameters: Iterable[fx.Node], laws: Sequence[Law]) -> None:
+        self.found = Graph(graph, Placement(self._made_by))
+        self.found.constant |= set(parameters)
+        self.laws = laws
+        self.cuts: dict[fx.Node, Reason] = {}
+        self.latest: dict[fx.Node, int] = {}  # the last group that a node depends on
+        self.groups_before: dict[fx.Node, int] = {}
+
+    def _made_by(self, leaf: str) -> int:
+        return self.latest.get(self.found.leaves[leaf].source, NOWHERE)
+
+    def read(self) -> Graph:
+        nodes = list(self.found.fx.nodes)
+        at = 0
+        while at < len(nodes):
+            each = nodes[at]
+            at += 1
+            self.groups_before[each] = len(self.found.placement.groups)
+            try:
+                value = self._read(each)
+            except Cut as cut:
+                at = nodes.index(self._go_back(cut))
+                continue
+            latest = [self.latest.get(arg, NOWHERE) for arg in each.all_input_nodes]
+            if value is not None:
+                self.found.values[each] = value
+                self.found.dtypes.setdefault(value.node, each.meta["val"].dtype)
+                latest.append(self.found.placement[value.node].group)
+            self.latest[each] = max(latest, default=NOWHERE)
+        self.found.refusals |= self.cuts
+        return self.found
+
+    def _read(self, each: fx.Node) -> Value | None:
+        found = self.found
+        if each.op != "call_function" or each in self.cuts:
+            return None
         inputs = each.all_input_nodes
         if inputs and all(arg in found.constant for arg in inputs) and _is_tensor(each):
             found.constant.add(each)
-            continue
+            return None
         try:
-            value = _Importer(found, each).value()
+            return _Importer(found, each, self.laws).value()
         except (Refused, TraceError) as refusal:
             found.refusals[each] = Reason(_name(each), str(refusal))
-            continue
-        if value is not None:
-            found.values[each] = value
-            found.dtypes.setdefault(value.node, each.meta["val"].dtype)
-    return found
+            return None
+
+    def _go_back(self, cut: Cut) -> fx.Node:
+        """Leave the value to the graph, and forget what was read from there on."""
+        found = self.found
+        at = next(each for each, value in found.values.items() if value.node is cut.value)
+        self.cuts[at] = Reason("late", str(cut))
+        found.placement.forget(self.groups_before[at])
+        forgotten = False
+        for each in found.fx.nodes:
+            forgotten |= each is at
+            if forgotten:
+                found.values.pop(each, None)
+                found.refusals.pop(each, None)
+        return at
 
 
 def _is_tensor(each: fx.Node) -> bool:
@@ -111,8 +172,8 @@ def shape(each: fx.Node) -> list[Any]:
 class _Importer:
     """One operator of the graph, looked at."""
 
-    def __init__(self, graph: Graph, at: fx.Node) -> None:
-        self.graph, self.at = graph, at
+    def __init__(self, graph: Graph, at: fx.Node, laws: Sequence[Law] = ()) -> None:
+        self.graph, self.at, self.laws = graph, at, laws
 
     def value(self) -> Value | None:
         """The value of the operator, None if it does not depend on a product."""
@@ -170,6 +231,10 @@ class _Importer:
         if value is None:
             return dsl.Value(self._leaf(arg, main))
         offset = len(main) - len(value.dims)
+        mine = {id(factor) for at, dim in enumerate(value.dims) if dim for factor in main[at + offset]}
+        if any(id(factor) not in mine for factor in views.factors(main, "row")) and value.node.space.rows:
+            # A matrix of other rows, such as one for each sample: to this one it is a tensor.
+            return dsl.Value(self._leaf(arg, main))
         columns = views.factors(main, "col")
         for at, dim in enumerate(value.dims):
             if dim and not _same_factors(dim, main[at + offset], value.dims, main):
@@ -257,18 +322,26 @@ class _Importer:
             value = self._tokens(left)
         if not views.is_matrix(value.dims) or len(value.dims) != 2:
             raise Refused("its left operand is not a token matrix")
-        name = next((key for key, each in self.graph.weights.items() if _same_weight(each, weight)), "")
-        if not name:
-            name = f"w{len(self.graph.weights)}"
-            self.graph.weights[name] = weight
+        name = self.weight_name(weight)
         made = node("product", value.node, space=Space(1, cols), weight=name, dtype=left.meta["val"].dtype)
-        if made not in self.graph.products:
-            self.graph.products.append(made)
         dims: Dims = (value.dims[0], (views.Factor("col", (0,), cols),))
         self.graph.dtypes.setdefault(made, self.at.meta["val"].dtype)
+        made = self.lawful(made)
         if bias is None:
             return Value(made, dims)
         return Value((dsl.Value(made) + dsl.Value(self._leaf(bias, dims))).node, dims)
+
+    def lawful(self, product: Node) -> Node:
+        """The product after the laws; its left operand must be something that exists."""
+        changed = product
+        for law in self.laws:
+            changed = law(changed) or changed
+        inner = next(each for each in topological([changed])[::-1] if each.op == "product")
+        base = inner.args[0]
+        if self.graph.placement.is_late(base):
+            raise Cut(base, "a product reads it, and it is known only behind the program that makes it")
+        self.graph.dtypes.setdefault(inner, self.graph.dtypes[product])
+        return changed
 
     def _weight(self, arg: fx.Node) -> Weight:
         transposed = True
@@ -401,6 +474,8 @@ class _Importer:
         factor, columns = dim[0], views.factors(value.dims, "col")
         inner = views.product(each.size for each in columns[columns.index(factor) + 1 :])
         length = len(range(start, stop, step))
+        if not length:
+            raise Refused("keeps nothing")
         dims = (*value.dims[:at], (views.Factor("col", factor.place, length),), *value.dims[at + 1 :])
         if step != 1:
             if factor.size % step or start >= step or length != factor.size // step:
@@ -421,19 +496,15 @@ class _Importer:
             return value
         match value.op:
             case "product":
-                weight = self.graph.weights[value.attr("weight")]
-                cut = Weight(weight.source, weight.transposed, weight.start + start, weight.start + stop)
-                name = next((key for key, each in self.graph.weights.items() if _same_weight(each, cut)), "")
-                if not name:
-                    name = f"w{len(self.graph.weights)}"
-                    self.graph.weights[name] = cut
-                made = node(
-                    "product", *value.args, space=Space(1, stop - start), **{**dict(value.attrs), "weight": name}
-                )
-                if made not in self.graph.products:
-                    self.graph.products.insert(self.graph.products.index(value), made)
-                self.graph.dtypes.setdefault(made, self.at.meta["val"].dtype)
+                name = self._narrowed_weight(value.attr("weight"), start, stop)
+                attrs = {**dict(value.attrs), "weight": name}
+                made = node("product", *value.args, space=Space(1, stop - start), **attrs)
+                self.graph.dtypes.setdefault(made, self.graph.dtypes[value])
                 return made
+            case "vector":
+                narrow = self._narrowed_weight(value.attr("weight"), start, stop)
+                attrs = {**dict(value.attrs), "weight": narrow}
+                return node("vector", *value.args, space=Space(0, stop - start), **attrs)
             case "load" if not value.attr("period") and value.space.rows == 0:
                 leaf = self.graph.leaves[value.attr("name")]
                 return self._cut_leaf(leaf, start, stop)
@@ -444,6 +515,18 @@ class _Importer:
             if all(arg is not None for arg in args):
                 return node(value.op, *(arg for arg in args if arg is not None), **dict(value.attrs))
         return None
+
+    def _narrowed_weight(self, name: str, start: int, stop: int) -> str:
+        weight = self.graph.weights[name]
+        return self.weight_name(Weight(weight.source, weight.transposed, weight.start + start, weight.start + stop))
+
+    def weight_name(self, weight: Weight) -> str:
+        known = self.graph.weights
+        for name, each in known.items():
+            if (each.source, each.transposed, each.start, each.stop) == (weight.source, weight.transposed, weight.start, weight.stop):
+                return name
+        known[f"w{len(known)}"] = weight
+        return f"w{len(known) - 1}"
 
     def _cut_leaf(self, leaf: Leaf, start: int, stop: int) -> Node | None:
         if leaf.source not in self.graph.constant:
@@ -461,7 +544,7 @@ class _Importer:
         assert isinstance(source, fx.Node) and isinstance(index, int)
         if not isinstance(source.target, torch._ops.OpOverload):
             return None
-        inner = _Importer(self.graph, source)
+        inner = _Importer(self.graph, source, self.laws)
         packet = source.target.overloadpacket
         if not source.args or not isinstance(source.args[0], fx.Node) or source.args[0] not in self.graph.values:
             return None
@@ -487,8 +570,8 @@ class _Importer:
         return self.cut(value, at, start, start + lengths[index])
 
     def cat(self) -> Value:
-        parts = self.arg(0)
         at = self.arg(1, 0) % len(shape(self.at))
+        parts = [part for part in self.arg(0) if not views.same(shape(part)[at], 0)]
         if not all(isinstance(part, fx.Node) and part in self.graph.values for part in parts):
             raise Refused("joins values with tensors that no product made")
         pieces = [self.graph.values[part] for part in parts]
@@ -567,7 +650,7 @@ class _Importer:
         if columns[-len(mine) :] != mine:
             raise Refused("reduces columns that are not the last ones")
         width = views.product(factor.size for factor in mine)
-        x = dsl.Value(value.node)
+        x = dsl.Value(self.early(value.node))
         if len(mine) == len(columns):
             result = dsl.row_max(x) if packet is aten.amax else dsl.row_sum(x)
         else:
@@ -579,12 +662,18 @@ class _Importer:
             dims = tuple(dim for at, dim in enumerate(dims) if at not in over)
         return Value(result.node, dims)
 
+    def early(self, value: Node) -> Node:
+        """A value that is about to be reduced: its program must be able to."""
+        if self.graph.placement.is_late(value):
+            raise Cut(value, "its rows are reduced, and it is known only behind the program that makes it")
+        return value
+
     def moments(self, value: Value, over: list[int]) -> tuple[dsl.Value, dsl.Value, int]:
         columns = views.factors(value.dims, "col")
         mine = [factor for at in over for factor in value.dims[at]]
         if mine != columns:
             raise Refused("takes the variance of some of the columns")
-        both = node("row_moments", value.node)
+        both = node("row_moments", self.early(value.node))
         mean, var = (dsl.Value(node("moment", both, space=Space(1, 0), field=name)) for name in ("mean", "var"))
         return mean, var, views.product(factor.size for factor in mine)
 
@@ -665,10 +754,6 @@ def _rank(dim: Sequence[views.Factor], dims: Dims) -> int:
     """How many dimensions of the same kind come before this one in the matrix."""
     kind, first = dim[0].kind, min(factor.place for factor in dim)
     return sum(1 for other in dims if other and other[0].kind == kind and min(f.place for f in other) < first)
-
-
-def _same_weight(x: Weight, y: Weight) -> bool:
-    return (x.source, x.transposed, x.start, x.stop) == (y.source, y.transposed, y.start, y.stop)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

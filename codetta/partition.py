@@ -1,42 +1,21 @@
-"""Partition: who computes what. Every value belongs to one program, or stays with the graph it came from.
+"""Partition: what each program reads, computes and stores, and in which order. Nothing is done twice, nothing is left out.
 
-Products with one left operand that follow each other make a group, and a group becomes a program. A value is computed by the
-last group that it depends on. Groups are numbered in the order of the graph, and a group reads only what earlier ones or the
-graph before it have made: cycles cannot arise. A reduction of a whole row is known only behind its program, so values that
-use it are computed where they are read, by later programs ("late").
+It starts at what the graph returns and works backwards: a tensor is stored by the program that computes its value, or made by
+the graph's own operator; a program reads leaves of the graph, what other programs stored, statistics, and parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from codetta.capture import Graph, Value
-from codetta.errors import Reason, TraceError
-from codetta.ir.graph import Node, Space, node, rebuilt, topological, transform
+from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import is_sink
+from codetta.placement import NOWHERE, Group
 from codetta.program import Operand, Piece, Product, Program, Store, acc_node, assemble, load_node
-
-NOWHERE = -1  # made of leaves alone: computed by whoever reads it
-GRAPH = -2  # left to the graph
-
-
-@dataclass(frozen=True)
-class Place:
-    group: int
-    late: bool = False  # known only behind the group
-
-
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """A value that a program stores for others: a matrix, or one number per row."""
-
-    value: Node
-    dtype: torch.dtype
-
 
 @dataclass(frozen=True, eq=False)
 class Source:
@@ -85,105 +64,43 @@ Step = Launch | Present | Run
 class Plan:
     steps: list[Step]
     graph: Graph
-    refusals: dict[fx.Node, Reason]
 
 
 @dataclass(eq=False)
-class _Group:
-    number: int
-    base: Node
-    dtype: torch.dtype
-    products: list[Node] = field(default_factory=list)
+class _Needs:
+    """What a group must make for others."""
+
     stores: dict[tuple[Node, torch.dtype], str] = field(default_factory=dict)
     sinks: dict[Node, str] = field(default_factory=dict)
 
 
-def partition(graph: Graph, law: Callable[[Node], Node | None]) -> Plan:
-    """Apply the law to every product, place all values, and order what is to be done."""
-    changed = transform([value.node for value in graph.values.values()], law)
-    values = {
-        each: replace(value, node=changed[id(value.node)]) for each, value in graph.values.items()
-    }
-    dtypes = {changed[id(old)]: dtype for old, dtype in graph.dtypes.items() if id(old) in changed}
-    return _Partition(graph, values, dtypes).plan()
+def partition(graph: Graph) -> Plan:
+    """Find out what every group must store, write the programs, and order what is to be done."""
+    return _Partition(graph).plan()
 
 
 class _Partition:
-    def __init__(self, graph: Graph, values: dict[fx.Node, Value], dtypes: dict[Node, torch.dtype]) -> None:
-        self.graph, self.values, self.dtypes = graph, values, dtypes
-        self.refusals = dict(graph.refusals)
-        self.groups: list[_Group] = []
-        self.group_of: dict[Node, int] = {}
-        self.latest: dict[fx.Node, int] = {}  # the last group that a node of the graph depends on
-        self.places: dict[Node, Place] = {}
-        self.of_value: dict[Node, fx.Node] = {}
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.values, self.places = graph, graph.values, graph.placement
+        self.needs = [_Needs() for _ in graph.placement.groups]
+        self.of_value = {value.node: each for each, value in reversed(graph.values.items())}
         self.steps: list[Step] = []
         self.done: set[object] = set()
-        self._number()
-
-    # ---- groups and places
-
-    def _number(self) -> None:
-        """Number the groups in the order in which the graph meets their products, and what depends on them."""
-        for each in self.graph.fx.nodes:
-            latest = max((self.latest.get(arg, NOWHERE) for arg in each.all_input_nodes), default=NOWHERE)
-            value = self.values.get(each)
-            if value is not None:
-                for part in topological([value.node]):
-                    if part.op == "product" and part not in self.group_of:
-                        self._join_group(part)
-                    self._place(part)
-                latest = max([latest, *(self.places[part].group for part in topological([value.node]))])
-                self.of_value.setdefault(value.node, each)
-            self.latest[each] = latest
-
-    def _join_group(self, product: Node) -> None:
-        dtype, base = product.attr("dtype"), product.args[0]
-        last = self.groups[-1] if self.groups else None
-        if last is None or last.base is not base or last.dtype != dtype:
-            last = _Group(len(self.groups), base, dtype)
-            self.groups.append(last)
-        self.group_of[product] = last.number
-        last.products.append(product)
-
-    def _place(self, value: Node) -> Place:
-        if value in self.places:
-            return self.places[value]
-        self.places[value] = found = self._find(value)
-        return found
-
-    def _find(self, value: Node) -> Place:
-        if value.op == "product":
-            return Place(self.group_of[value])
-        if value.op in ("const", "load", "vector") or not value.args:
-            return Place(NOWHERE)
-        args = [self._place(arg) for arg in value.args]
-        if any(arg.group == GRAPH for arg in args):
-            return Place(GRAPH)
-        group = max(arg.group for arg in args)
-        if group == NOWHERE:
-            return Place(NOWHERE)
-        behind = max((p.group for p, arg in zip(args, value.args, strict=True) if p.late or is_sink(arg.op)), default=NOWHERE)
-        if is_sink(value.op):
-            # A reduction of something late would need a pass of its own.
-            return Place(GRAPH) if args[0].late else Place(group)
-        for leaf in value.args:
-            if leaf.op == "load" and self.latest.get(self.graph.leaves[leaf.attr("name")].source, NOWHERE) >= group:
-                return Place(GRAPH)
-        return Place(group, late=behind == group)
 
     # ---- what must exist
 
     def plan(self) -> Plan:
         output = next(each for each in self.graph.fx.nodes if each.op == "output")
         wanted: list[fx.Node] = list(output.all_input_nodes)
-        # First find out what every group must store, then write the programs, then order the steps.
-        self.needs: list[object] = []
         self._close(wanted)
-        self.launches = {group.number: self._launch(group) for group in self.groups if group.stores or group.sinks}
+        self.launches = {
+            group.number: self._launch(group)
+            for group, needs in zip(self.places.groups, self.needs, strict=True)
+            if needs.stores or needs.sinks
+        }
         for each in wanted:
             self._emit(each)
-        return Plan(self.steps, self.graph, self.refusals)
+        return Plan(self.steps, self.graph)
 
     def _close(self, wanted: list[fx.Node]) -> None:
         """Mark what the graph's outputs need, and what that needs, until nothing is new."""
@@ -197,12 +114,12 @@ class _Partition:
             number = self.open_groups.pop() if self.open_groups else None
             if number is None:
                 continue
-            group = self.groups[number]
-            size = (len(group.stores), len(group.sinks))
+            needs = self.needs[number]
+            size = (len(needs.stores), len(needs.sinks))
             if built.get(number) == size:
                 continue
             built[number] = size
-            self._sources(group)
+            self._sources(self.places.groups[number])
 
     def _need_tensor(self, each: fx.Node) -> None:
         if each in self.tensors or each.op in ("placeholder", "get_attr", "output"):
@@ -220,20 +137,22 @@ class _Partition:
         return place.group >= 0 and not place.late and not is_sink(value.op) and value.space == Space(1, value.space.cols)
 
     def _need_stored(self, value: Node, dtype: torch.dtype) -> None:
-        group = self.groups[self.places[value].group]
-        if (value, dtype) not in group.stores:
-            group.stores[value, dtype] = f"y{len(group.stores)}"
-            self.open_groups.append(group.number)
+        number = self.places[value].group
+        stores = self.needs[number].stores
+        if (value, dtype) not in stores:
+            stores[value, dtype] = f"y{len(stores)}"
+            self.open_groups.append(number)
 
     def _need_stat(self, sink: Node) -> None:
-        group = self.groups[self.places[sink].group]
-        if sink not in group.sinks:
-            group.sinks[sink] = f"s{len(group.sinks)}"
-            self.open_groups.append(group.number)
+        number = self.places[sink].group
+        sinks = self.needs[number].sinks
+        if sink not in sinks:
+            sinks[sink] = f"s{len(sinks)}"
+            self.open_groups.append(number)
 
     # ---- programs
 
-    def _sources(self, group: _Group) -> tuple[Source, dict[str, Source], dict[str, Operand], dict[int, Node]]:
+    def _sources(self, group: Group) -> tuple[Source, dict[str, Source], dict[str, Operand], dict[int, Node]]:
         """What the group reads, marked as needed; and its values in terms of accumulators and operands."""
         sources: dict[str, Source] = {}
         operands: dict[str, Operand] = {}
@@ -252,7 +171,7 @@ class _Partition:
             return written[id(value)]
 
         def fresh(value: Node) -> Node:
-            place = self.places.get(value) or self._place(value)
+            place = self.places[value]
             if value.op == "const":
                 return value
             if value.op == "product" and place.group == group.number:
@@ -272,7 +191,7 @@ class _Partition:
                 self._need_stat(value)
                 return operand(Source("stat", value=value), Operand("", torch.float32, "each", stat=value.op[4:]), 0)
             if 0 <= place.group < group.number and not place.late:
-                dtype = self.dtypes.get(value, group.dtype)
+                dtype = self.graph.dtypes.get(value, group.dtype)
                 self._need_stored(value, dtype)
                 source = Source("stored", value=value, dtype=dtype)
                 return operand(source, Operand("", dtype, "each", value.space.cols), value.space.cols)
@@ -284,13 +203,13 @@ class _Partition:
                 self.pending.append(known.source)
             return operand(Source("leaf", known.operand.name), known.operand, value.space.cols)
 
-        for value, _ in group.stores:
+        for value, _ in self.needs[group.number].stores:
             write(value)
-        for sink in group.sinks:
+        for sink in self.needs[group.number].sinks:
             written[id(sink)] = node(sink.op, write(sink.args[0]))
         return self._left(group), sources, operands, written
 
-    def _left(self, group: _Group) -> Source:
+    def _left(self, group: Group) -> Source:
         base = group.base
         if base.op == "load":
             leaf = self.graph.leaves[base.attr("name")]
@@ -299,15 +218,11 @@ class _Partition:
         if self._storable(base):
             self._need_stored(base, group.dtype)
             return Source("stored", value=base, dtype=group.dtype)
-        at = self.of_value.get(base)
-        if at is None:
-            raise TraceError("a product's left operand is nowhere in the graph")
-        self.pending.append(at)
-        self.refusals.setdefault(at, Reason("late", "a product reads it, but it is known only behind the program that makes it"))
-        return Source("tensor", at.name)
+        raise AssertionError(f"{base} is the left operand of a product and exists nowhere")
 
-    def _launch(self, group: _Group) -> Launch:
+    def _launch(self, group: Group) -> Launch:
         a, sources, operands, written = self._sources(group)
+        needs = self.needs[group.number]
         products = []
         for product in group.products:
             weight = self.graph.weights[product.attr("weight")]
@@ -315,9 +230,9 @@ class _Partition:
         k = _depth(self.graph, group.products[0].attr("weight"))
         stores = [
             Store(name, (Piece(written[id(value)]),), dtype, value.space.cols)
-            for (value, dtype), name in group.stores.items()
+            for (value, dtype), name in needs.stores.items()
         ]
-        sinks = {name: written[id(sink)] for sink, name in group.sinks.items()}
+        sinks = {name: written[id(sink)] for sink, name in needs.sinks.items()}
         program = assemble(
             f"program_{group.number}",
             k=k,
@@ -335,8 +250,8 @@ class _Partition:
             a,
             [(product.attr("weight"), product.attr("gain")) for product in group.products],
             {name: source for name, source in sources.items() if name in used},
-            {name: (value, dtype) for (value, dtype), name in group.stores.items()},
-            {name: sink for sink, name in group.sinks.items()},
+            {name: (value, dtype) for (value, dtype), name in needs.stores.items()},
+            {name: sink for sink, name in needs.sinks.items()},
         )
 
     # ---- order
@@ -368,8 +283,6 @@ class _Partition:
         match source.kind:
             case "leaf":
                 return [self.graph.leaves[source.name].source]
-            case "tensor":
-                return [next(each for each in self.graph.fx.nodes if each.name == source.name)]
             case "stored" | "stat":
                 assert source.value is not None
                 return [self.places[source.value].group]

@@ -42,8 +42,8 @@ def compile_graph(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., An
 def plan_of(module: fx.GraphModule) -> Plan:
     from torch._functorch.compile_utils import fx_graph_cse
 
-    graph = fx_graph_cse(module.graph)
-    return partition(capture(graph, _parameters(graph)), row_scale_commutes)
+    graph = fx.GraphModule(module, fx_graph_cse(module.graph)).graph
+    return partition(capture(graph, _parameters(graph), [row_scale_commutes]))
 
 
 def _parameters(graph: fx.Graph) -> list[fx.Node]:

@@ -164,6 +164,10 @@ class _Writer:
     def source(self) -> str:
         inputs = [self.variable(each) for each in self.constants.placeholders]
         self._symbols()
+        for each in self.graph.fx.nodes:
+            if each.op == "get_attr":
+                held = self.object(_attribute(self.graph.fx.owning_module, str(each.target)))
+                self.lines.append(f"{self.variable(each)} = {held}")
         for step in self.plan.steps:
             match step:
                 case Launch():
@@ -274,7 +278,7 @@ class _Writer:
             case "constant":
                 assert source.value is not None
                 return f"made[{self.constants.vector(source.value)}]"
-        return f"v_{source.name}.reshape(-1, v_{source.name}.shape[-1])"
+        raise AssertionError(source.kind)
 
     def _launch(self, step: Launch) -> None:
         results = []
@@ -289,6 +293,12 @@ class _Writer:
         operands = ", ".join(f"{name!r}: {self._source(source)}" for name, source in step.operands.items())
         call = f"{self.object(launch)}({self.object(step.program)}, {self._source(step.a)}, [{weights}], {{{operands}}})"
         self.lines.append(f"{', '.join(results)}{',' if len(results) == 1 else ''} = {call}")
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
 
 
 def _with_drops(lines: list[str], keep: set[str]) -> list[str]:

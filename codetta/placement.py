@@ -1,0 +1,85 @@
+"""Placement: which program computes a value. Found value by value, as the graph is read.
+
+Products with one left operand that follow each other make a group, and a group becomes a program. A value is computed by the
+last group that it depends on. Groups are numbered in the order of the graph, and a group reads only what earlier ones, or the
+graph before it, have made: cycles cannot arise. A reduction of a whole row is known only behind its program: values that use
+it are "late" and are computed where they are read, by later programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from codetta.ir.graph import Node, topological
+from codetta.ir.op import is_sink
+
+NOWHERE = -1  # made of leaves alone: computed by whoever reads it
+
+
+@dataclass(frozen=True)
+class Place:
+    group: int
+    late: bool = False  # known only behind the group
+
+
+@dataclass(eq=False)
+class Group:
+    """Products of one left operand: a program to be."""
+
+    number: int
+    base: Node
+    dtype: torch.dtype
+    products: list[Node] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Placement:
+    """`made_by(leaf)`: the last group that a leaf's tensor depends on."""
+
+    made_by: Callable[[str], int]
+    groups: list[Group] = field(default_factory=list)
+    places: dict[Node, Place] = field(default_factory=dict)
+
+    def __getitem__(self, value: Node) -> Place:
+        for each in topological([value]):
+            if each not in self.places:
+                self.places[each] = self._find(each)
+        return self.places[value]
+
+    def is_late(self, value: Node) -> bool:
+        return self[value].late
+
+    def forget(self, groups: int) -> None:
+        """Take back all groups but the first few, and what was placed in the others."""
+        del self.groups[groups:]
+        self.places = {value: place for value, place in self.places.items() if place.group < groups}
+
+    def _find(self, value: Node) -> Place:
+        if value.op == "product":
+            return Place(self._group(value).number)
+        if not value.args or value.op == "vector":
+            return Place(NOWHERE)
+        args = [self.places[arg] for arg in value.args]
+        group = max(arg.group for arg in args)
+        if group == NOWHERE:
+            return Place(NOWHERE)
+        if is_sink(value.op):
+            return Place(group, args[0].late)
+        behind = [
+            place.group for place, arg in zip(args, value.args, strict=True) if place.late or is_sink(arg.op)
+        ]
+        # What the graph makes of this very group's results comes too late for it as well.
+        leaves = [self.made_by(arg.attr("name")) for arg in value.args if arg.op == "load"]
+        return Place(group, late=group in behind or any(made >= group for made in leaves))
+
+    def _group(self, product: Node) -> Group:
+        dtype, base = product.attr("dtype"), product.args[0]
+        last = self.groups[-1] if self.groups else None
+        if last is None or last.base is not base or last.dtype != dtype:
+            last = Group(len(self.groups), base, dtype)
+            self.groups.append(last)
+        last.products.append(product)
+        return last
