@@ -9,6 +9,8 @@ from codetta.dsl import (
 )  # fmt: skip
 from codetta.errors import ArgumentError, CodettaError, LoweringError, Reason, TraceError
 from codetta.fused import fused_gemm_epilogue
+from codetta.integrations.dynamo import compile
+from codetta.options import Options
 from codetta.program import Program
 from codetta.stat import Stat
 

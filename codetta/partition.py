@@ -17,6 +17,7 @@ from codetta.ir.op import is_sink
 from codetta.placement import NOWHERE, Group
 from codetta.program import Operand, Piece, Product, Program, Store, acc_node, assemble, load_node
 
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """Where a program's operand comes from: a leaf of the graph, a stored value, a statistic, or parameters alone."""
@@ -90,7 +91,7 @@ class _Partition:
     # ---- what must exist
 
     def plan(self) -> Plan:
-        output = next(each for each in self.graph.fx.nodes if each.op == "output")
+        output = next(each for each in self.graph.nodes.nodes if each.op == "output")
         wanted: list[fx.Node] = list(output.all_input_nodes)
         self._close(wanted)
         self.launches = {
@@ -134,7 +135,9 @@ class _Partition:
 
     def _storable(self, value: Node) -> bool:
         place = self.places[value]
-        return place.group >= 0 and not place.late and not is_sink(value.op) and value.space == Space(1, value.space.cols)
+        return (
+            place.group >= 0 and not place.late and not is_sink(value.op) and value.space == Space(1, value.space.cols)
+        )
 
     def _need_stored(self, value: Node, dtype: torch.dtype) -> None:
         number = self.places[value].group

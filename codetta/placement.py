@@ -68,9 +68,7 @@ class Placement:
             return Place(NOWHERE)
         if is_sink(value.op):
             return Place(group, args[0].late)
-        behind = [
-            place.group for place, arg in zip(args, value.args, strict=True) if place.late or is_sink(arg.op)
-        ]
+        behind = [place.group for place, arg in zip(args, value.args, strict=True) if place.late or is_sink(arg.op)]
         # What the graph makes of this very group's results comes too late for it as well.
         leaves = [self.made_by(arg.attr("name")) for arg in value.args if arg.op == "load"]
         return Place(group, late=group in behind or any(made >= group for made in leaves))

@@ -6,25 +6,73 @@ Inference graphs become plans. A graph that needs gradients goes to Inductor as 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from codetta.capture import capture
+from codetta.errors import ArgumentError
+from codetta.options import Options
 from codetta.partition import Plan, partition
 from codetta.rewrite.scale import row_scale_commutes
 from codetta.runtime.executor import Executor
 
+Compiled = TypeVar("Compiled", bound=Callable[..., Any])
+
+
+def compile(model: Compiled, *, options: Options | None = None, dynamic: bool | None = True) -> Compiled:
+    """The model, rewritten: same module, same parameters, same answers; calls go through GEMM-epilogue programs.
+
+    dynamic: sizes of inputs are symbols, so that one compilation serves every batch and length; False fixes them.
+    """
+    if not callable(model):
+        raise ArgumentError("model", f"is a {type(model).__name__}", "pass an nn.Module or a function of tensors")
+    backend = Backend(options or Options())
+    if isinstance(model, nn.Module):
+        model.compile(backend=backend, dynamic=dynamic)
+        model._compiled_call_impl = _numbers_fixed(model._compiled_call_impl)
+        model._codetta = backend  # type: ignore[assignment]
+        return model
+    return _numbers_fixed(torch.compile(model, backend=backend, dynamic=dynamic))
+
+
+def _numbers_fixed(call: Any) -> Any:
+    """Sizes are symbols, but numbers such as a norm's eps are what they are, and no inputs."""
+
+    def fixed(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(specialize_float=True):
+            return call(*args, **kwargs)
+
+    return fixed
+
+
+class Backend:
+    """What torch.compile calls with each graph; remembers the executors that it made."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.executors: list[Executor] = []
+
+    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._inductor.compile_fx import compile_fx
+
+        if torch.is_grad_enabled() and _needs_gradients(module, inputs):
+            trained: Any = compile_fx(module, inputs)
+            return trained
+        return aot_autograd(fw_compiler=self.compile_graph, inference_compiler=self.compile_graph)(module, inputs)
+
+    def compile_graph(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """An aten graph as an executor."""
+        executor = Executor(plan_of(module, self.options))
+        self.executors.append(executor)
+        return executor
+
 
 def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """What torch.compile(model, backend="codetta") calls."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._inductor.compile_fx import compile_fx
-
-    if torch.is_grad_enabled() and _needs_gradients(module, inputs):
-        return compile_fx(module, inputs)
-    return aot_autograd(fw_compiler=compile_graph, inference_compiler=compile_graph)(module, inputs)
+    """torch.compile(model, backend="codetta")."""
+    return Backend(Options())(module, inputs)
 
 
 def _needs_gradients(module: fx.GraphModule, inputs: list[Any]) -> bool:
@@ -32,18 +80,13 @@ def _needs_gradients(module: fx.GraphModule, inputs: list[Any]) -> bool:
     return any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
 
 
-def compile_graph(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """An aten graph as an executor."""
-    executor = Executor(plan_of(module))
-    _compiled.append(executor)
-    return executor
-
-
-def plan_of(module: fx.GraphModule) -> Plan:
+def plan_of(module: fx.GraphModule, options: Options) -> Plan:
+    """capture -> rewrite -> partition."""
     from torch._functorch.compile_utils import fx_graph_cse
 
     graph = fx.GraphModule(module, fx_graph_cse(module.graph)).graph
-    return partition(capture(graph, _parameters(graph), [row_scale_commutes]))
+    laws = [row_scale_commutes] if options.numerics == "default" else []
+    return partition(capture(graph, _parameters(graph), laws))
 
 
 def _parameters(graph: fx.Graph) -> list[fx.Node]:
@@ -55,6 +98,3 @@ def _parameters(graph: fx.Graph) -> list[fx.Node]:
     metadata = context.fw_metadata if context is not None else None
     static = metadata.static_input_indices if metadata is not None else []
     return [placeholders[at] for at in static if isinstance(placeholders[at].meta.get("val"), torch.Tensor)]
-
-
-_compiled: list[Executor] = []

@@ -101,8 +101,7 @@ def _per_row(value: Node) -> bool:
 def _constant(value: Node) -> bool:
     """Made of parameters and numbers alone: the same for every call until a parameter changes."""
     return all(
-        leaf.op in ("const", "vector") or leaf.attr("constant") or leaf.args
-        for leaf in topological([value])
+        leaf.op in ("const", "vector") or leaf.attr("constant") or leaf.args for leaf in topological([value])
     ) and not any(leaf.op == "product" for leaf in topological([value]))
 
 

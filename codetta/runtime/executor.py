@@ -47,7 +47,7 @@ class Constants:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.placeholders = [each for each in graph.fx.nodes if each.op == "placeholder"]
+        self.placeholders = [each for each in graph.nodes.nodes if each.op == "placeholder"]
         self.index = {each: number for number, each in enumerate(self.placeholders)}
         self.recipes: list[Callable[[_Parameters], Tensor]] = []
         self.keys: list[object] = []
@@ -164,9 +164,9 @@ class _Writer:
     def source(self) -> str:
         inputs = [self.variable(each) for each in self.constants.placeholders]
         self._symbols()
-        for each in self.graph.fx.nodes:
+        for each in self.graph.nodes.nodes:
             if each.op == "get_attr":
-                held = self.object(_attribute(self.graph.fx.owning_module, str(each.target)))
+                held = self.object(_attribute(self.graph.nodes.owning_module, str(each.target)))
                 self.lines.append(f"{self.variable(each)} = {held}")
         for step in self.plan.steps:
             match step:
@@ -176,7 +176,7 @@ class _Writer:
                     self.lines.append(f"{self.variable(step.target)} = {self._present(step)}")
                 case Run():
                     self.lines.append(f"{self.variable(step.target)} = {self._run(step.target)}")
-        output = next(each for each in self.graph.fx.nodes if each.op == "output")
+        output = next(each for each in self.graph.nodes.nodes if each.op == "output")
         self.lines.append(f"return {self.spell(output.args[0])}")
         body = _with_drops(self.lines, keep=set(inputs))
         return "\n".join([f"def plan(made, {', '.join(inputs)}):", *(f"    {line}" for line in body)])
@@ -291,7 +291,9 @@ class _Writer:
             results.append(variable)
         weights = ", ".join(f"made[{self.constants.weight(name, gain)}]" for name, gain in step.weights)
         operands = ", ".join(f"{name!r}: {self._source(source)}" for name, source in step.operands.items())
-        call = f"{self.object(launch)}({self.object(step.program)}, {self._source(step.a)}, [{weights}], {{{operands}}})"
+        call = (
+            f"{self.object(launch)}({self.object(step.program)}, {self._source(step.a)}, [{weights}], {{{operands}}})"
+        )
         self.lines.append(f"{', '.join(results)}{',' if len(results) == 1 else ''} = {call}")
 
 

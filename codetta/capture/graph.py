@@ -1,0 +1,71 @@
+"""What is captured: values on token matrices, the tensors they read, and why others stayed with the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from codetta.errors import Reason
+from codetta.ir.graph import Node
+from codetta.ir.view import Dims
+from codetta.placement import Placement
+from codetta.program import Operand
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+Law = Callable[[Node], Node | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What the graph sees as a tensor: a node and how its rows and columns make up the dimensions."""
+
+    node: Node
+    dims: Dims
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """A tensor of the graph that values read: the operand that it is to them, and the order of its dimensions as a matrix."""
+
+    operand: Operand
+    source: fx.Node
+    order: tuple[int, ...]  # rows first, then columns; dimensions of size one are left out
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A B operand: columns start to stop of a matrix of the graph; stored (N, K) or (K, N)."""
+
+    source: fx.Node
+    transposed: bool  # stored (K, N)
+    start: int
+    stop: int
+
+
+@dataclass
+class Graph:
+    """A captured graph: the FX graph, and what is known of its nodes."""
+
+    nodes: fx.Graph
+    placement: Placement
+    values: dict[fx.Node, Value] = field(default_factory=dict)
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    weights: dict[str, Weight] = field(default_factory=dict)
+    constant: set[fx.Node] = field(default_factory=set)  # computed from parameters alone
+    dtypes: dict[Node, torch.dtype] = field(default_factory=dict)  # in which the graph holds a value
+    refusals: dict[fx.Node, Reason] = field(default_factory=dict)
+
+
+class RefusedError(Exception):
+    """A handler cannot express the operator; the text says why."""
+
+
+class CutError(Exception):
+    """A value must exist as a tensor before the graph goes on, and no program can make it: the graph must."""
+
+    def __init__(self, value: Node, why: str) -> None:
+        super().__init__(why)
+        self.value = value

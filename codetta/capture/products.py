@@ -1,0 +1,98 @@
+"""Products of the graph: their weights, their left operands, and the laws that are applied to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from codetta import dsl
+from codetta.capture.at import At, shape
+from codetta.capture.graph import FLOATS, CutError, RefusedError, Value, Weight
+from codetta.ir import view as views
+from codetta.ir.graph import Node, Space, node, topological
+from codetta.ir.view import Dims
+from codetta.program import Operand
+
+aten = torch.ops.aten
+
+
+def product(op: At) -> Value | None:
+    packet = op.fx.target.overloadpacket  # type: ignore[union-attr]
+    given: Any = op.fx.args
+    bias, left, right = (None, *given) if packet is aten.mm else given
+    if op.fx.kwargs and any(op.fx.kwargs.get(key, 1) != 1 for key in ("alpha", "beta")):
+        raise RefusedError("scales its product")
+    weight = weight_of(op, right)
+    k, cols = shape(left)[-1], weight.stop - weight.start
+    if not isinstance(k, int) or left.meta["val"].dtype not in FLOATS:
+        raise RefusedError("the depth of the product is not a number")
+    value = op.graph.values.get(left)
+    if value is None:
+        value = tokens(op, left)
+    if not views.is_matrix(value.dims) or len(value.dims) != 2:
+        raise RefusedError("its left operand is not a token matrix")
+    name = op.weight_name(weight)
+    made = node("product", value.node, space=Space(1, cols), weight=name, dtype=left.meta["val"].dtype)
+    dims: Dims = (value.dims[0], (views.Factor("col", (0,), cols),))
+    op.graph.dtypes.setdefault(made, op.fx.meta["val"].dtype)
+    made = lawful(op, made)
+    if bias is None:
+        return Value(made, dims)
+    return Value((dsl.Value(made) + dsl.Value(op.leaf(bias, dims))).node, dims)
+
+
+def lawful(op: At, product: Node) -> Node:
+    """The product after the laws; its left operand must be something that exists."""
+    changed = product
+    for law in op.laws:
+        changed = law(changed) or changed
+    inner = next(each for each in topological([changed])[::-1] if each.op == "product")
+    base = inner.args[0]
+    if op.graph.placement.is_late(base):
+        raise CutError(base, "a product reads it, and it is known only behind the program that makes it")
+    op.graph.dtypes.setdefault(inner, op.graph.dtypes[product])
+    return changed
+
+
+def weight_of(op: At, arg: fx.Node) -> Weight:
+    transposed = True
+    while isinstance(arg.target, torch._ops.OpOverload) and (
+        arg.target.overloadpacket is aten.t
+        or (arg.target.overloadpacket in (aten.permute, aten.transpose) and len(shape(arg)) == 2)
+    ):
+        if arg.target.overloadpacket is aten.permute and list(arg.args[1]) == [0, 1]:  # type: ignore[arg-type]
+            pass
+        else:
+            transposed = not transposed
+        arg = arg.args[0]  # type: ignore[assignment]
+    if arg not in op.graph.constant:
+        raise RefusedError("its right operand is not a weight")
+    sizes = shape(arg)
+    if not all(isinstance(size, int) for size in sizes):
+        raise RefusedError("its weight has no fixed size")
+    return Weight(arg, transposed, 0, sizes[1] if transposed else sizes[0])
+
+
+def tokens(op: At, left: fx.Node) -> Value:
+    """A tensor of the graph as the left operand, seen through reshapes that only gather its rows."""
+    base = left
+    while (
+        isinstance(base.target, torch._ops.OpOverload)
+        and base.target.overloadpacket in (aten.view, aten._unsafe_view, aten.reshape)
+        and views.same(shape(base.args[0])[-1], shape(left)[-1])  # type: ignore[arg-type]
+    ):
+        base = base.args[0]  # type: ignore[assignment]
+    dims = views.tokens(shape(base))
+    if dims is None:
+        raise RefusedError("its left operand has no fixed number of columns")
+    flat = views.reshape(dims, shape(left))
+    if flat is None:
+        base, flat = left, views.tokens(shape(left))
+        assert flat is not None
+        dims = flat
+    cols = shape(base)[-1]
+    order = tuple(at for at, dim in enumerate(dims) if dim)
+    load = op.leaf_node(base, Operand("", base.meta["val"].dtype, "each", cols), order, cols)
+    return Value(load, flat)

@@ -1,0 +1,118 @@
+"""Operators that reduce columns: sums, means, variances, and the norms that are one operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from codetta import dsl
+from codetta.capture.at import At
+from codetta.capture.graph import CutError, RefusedError, Value
+from codetta.ir import view as views
+from codetta.ir.graph import Node, Space, node
+from codetta.ir.view import Dims
+
+aten = torch.ops.aten
+
+
+def reduce(op: At) -> Value:
+    """mean, sum, amax over the last columns: of the whole row, or of each group."""
+    packet = op.fx.target.overloadpacket  # type: ignore[union-attr]
+    value, keep = op.operand(), op.option("keepdim", 2, False)
+    count = len(value.dims)
+    listed = op.arg(1)
+    over = sorted(at % count for at in ([listed] if isinstance(listed, int) else listed or range(count)))
+    return reduced(op, value, over, keep, packet)
+
+
+def reduced(op: At, value: Value, over: list[int], keep: bool, packet: Any) -> Value:
+    columns = views.factors(value.dims, "col")
+    mine = [factor for at in over for factor in value.dims[at]]
+    if not mine or any(factor.kind == "row" for factor in mine):
+        raise RefusedError("reduces rows")
+    if columns[-len(mine) :] != mine:
+        raise RefusedError("reduces columns that are not the last ones")
+    width = views.product(factor.size for factor in mine)
+    x = dsl.Value(early(op, value.node))
+    if len(mine) == len(columns):
+        result = dsl.row_max(x) if packet is aten.amax else dsl.row_sum(x)
+    else:
+        result = dsl.group_max(x, width) if packet is aten.amax else dsl.group_sum(x, width)
+    # By a factor, even of one: a reduction of a whole row is not yet a number that others may compute with.
+    result = dsl.Value(node("mul", result.node, dsl.lift(1.0 / width if packet is aten.mean else 1.0).node))
+    dims = tuple(() if at in over else dim for at, dim in enumerate(value.dims))
+    if not keep:
+        dims = tuple(dim for at, dim in enumerate(dims) if at not in over)
+    return Value(result.node, dims)
+
+
+def early(op: At, value: Node) -> Node:
+    """A value that is about to be reduced: its program must be able to."""
+    if op.graph.placement.is_late(value):
+        raise CutError(value, "its rows are reduced, and it is known only behind the program that makes it")
+    return value
+
+
+def moments(op: At, value: Value, over: list[int]) -> tuple[dsl.Value, dsl.Value, int]:
+    columns = views.factors(value.dims, "col")
+    mine = [factor for at in over for factor in value.dims[at]]
+    if mine != columns:
+        raise RefusedError("takes the variance of some of the columns")
+    both = node("row_moments", early(op, value.node))
+    mean, var = (dsl.Value(node("moment", both, space=Space(1, 0), field=name)) for name in ("mean", "var"))
+    return mean, var, views.product(factor.size for factor in mine)
+
+
+def var_mean(op: At, index: int | None) -> Value:
+    value = op.operand()
+    count = len(value.dims)
+    listed = op.arg(1)
+    over = sorted(at % count for at in (listed if isinstance(listed, list | tuple) else [listed]))
+    mean, var, width = moments(op, value, over)
+    correction = op.fx.kwargs.get("correction", 1)
+    keep = op.fx.kwargs.get("keepdim", False)
+    if not isinstance(correction, int | float):
+        correction = 1
+    result = mean if index == 1 else var * (width / (width - correction))
+    dims = tuple(() if at in over else dim for at, dim in enumerate(value.dims))
+    return Value(result.node, dims if keep else tuple(dim for at, dim in enumerate(dims) if at not in over))
+
+
+def variance(op: At) -> Value:
+    return var_mean(op, 0)
+
+
+def layer_norm(op: At, index: int) -> Value:
+    value, wanted = op.operand(), op.arg(1)
+    over = list(range(len(value.dims) - len(wanted), len(value.dims)))
+    mean, var, _ = moments(op, value, over)
+    rstd = dsl.rsqrt(var + float(op.arg(4)))
+    if index:
+        dims = tuple(() if at in over else dim for at, dim in enumerate(value.dims))
+        return Value((mean if index == 1 else rstd).node, dims)
+    x = (dsl.Value(value.node) - mean) * rstd
+    return Value(affine(op, x, value.dims, op.arg(2), op.arg(3)), value.dims)
+
+
+def rms_norm(op: At) -> Value:
+    value, wanted = op.operand(), op.arg(1)
+    over = list(range(len(value.dims) - len(wanted), len(value.dims)))
+    squares = Value((dsl.Value(value.node) * dsl.Value(value.node)).node, value.dims)
+    mean = dsl.Value(reduced(op, squares, over, True, aten.mean).node)
+    eps = op.arg(3)
+    if eps is None:
+        eps = torch.finfo(op.arg(0).meta["val"].dtype).eps
+    scale = dsl.rsqrt(mean + float(eps))
+    if scale.node.space.cols:
+        scale = dsl.spread(scale, value.node.space.cols // scale.node.space.cols)
+    x = dsl.Value(value.node) * scale
+    return Value(affine(op, x, value.dims, op.arg(2), None), value.dims)
+
+
+def affine(op: At, x: dsl.Value, dims: Dims, gain: Any, shift: Any) -> Node:
+    if gain is not None:
+        x = x * dsl.Value(op.leaf(gain, dims))
+    if shift is not None:
+        x = x + dsl.Value(op.leaf(shift, dims))
+    return x.node

@@ -1,0 +1,26 @@
+"""Options: what a user may decide about a compilation. Each has one owner, named beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from codetta.errors import ArgumentError
+
+LEFTOVER = ("auto", "inductor", "graph")
+
+
+@dataclass(frozen=True)
+class Options:
+    """numerics: "default" admits laws that reassociate, "strict" only exact ones: no norm is deferred (rewrite/).
+    leftover: who runs what no program covers: Inductor, the graph's own operators one by one, or Inductor where it pays
+    ("auto": on a GPU) (integrations/).
+    """
+
+    numerics: str = "default"
+    leftover: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.numerics not in ("default", "strict"):
+            raise ArgumentError("numerics", f"is {self.numerics!r}", "pass 'default' or 'strict'")
+        if self.leftover not in LEFTOVER:
+            raise ArgumentError("leftover", f"is {self.leftover!r}", f"pass one of {', '.join(LEFTOVER)}")
