@@ -6,12 +6,14 @@ the graph's own operator; a program reads leaves of the graph, what other progra
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from codetta.capture import Graph, Value
+from codetta.capture.kinds import is_attention, is_view
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import is_sink
 from codetta.placement import NOWHERE, Group
@@ -58,7 +60,16 @@ class Run:
     target: fx.Node
 
 
-Step = Launch | Present | Run
+@dataclass(eq=False)
+class Region:
+    """Operators that stay with the graph and follow each other: one kernel or a few, where a compiler fuses them."""
+
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+
+
+Step = Launch | Present | Run | Region
 
 
 @dataclass(eq=False)
@@ -101,7 +112,7 @@ class _Partition:
         }
         for each in wanted:
             self._emit(each)
-        return Plan(self.steps, self.graph)
+        return Plan(_gathered(self.steps), self.graph)
 
     def _close(self, wanted: list[fx.Node]) -> None:
         """Mark what the graph's outputs need, and what that needs, until nothing is new."""
@@ -303,6 +314,35 @@ class _Partition:
             self.steps.append(Present(item, value, item.meta["val"].dtype))
         else:
             self.steps.append(Run(item))
+
+
+def _gathered(steps: list[Step]) -> list[Step]:
+    """Operators of the graph that follow each other as regions, where there are at least two that compute something."""
+    result: list[Step] = []
+    run: list[fx.Node] = []
+    for step in [*steps, None]:
+        if isinstance(step, Run) and not is_attention(step.target) and not _is_item_of_attention(step.target):
+            run.append(step.target)
+            continue
+        if sum(not is_view(each) for each in run) >= 2:
+            result.append(_region(run))
+        else:
+            result += [Run(each) for each in run]
+        run = []
+        if step is not None:
+            result.append(step)
+    return result
+
+
+def _is_item_of_attention(each: fx.Node) -> bool:
+    return each.target is operator.getitem and isinstance(each.args[0], fx.Node) and is_attention(each.args[0])
+
+
+def _region(nodes: list[fx.Node]) -> Region:
+    mine = set(nodes)
+    inputs = dict.fromkeys(arg for each in nodes for arg in each.all_input_nodes if arg not in mine)
+    outputs = [each for each in nodes if any(user not in mine for user in each.users)]
+    return Region(list(nodes), list(inputs), outputs)
 
 
 def _is_constant(value: Node) -> bool:

@@ -65,7 +65,10 @@ class Backend:
 
     def compile_graph(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """An aten graph as an executor."""
-        executor = Executor(plan_of(module, self.options))
+        leftover = self.options.leftover
+        if leftover == "auto":
+            leftover = "inductor" if any(_on_gpu(each) for each in inputs) else "graph"
+        executor = Executor(plan_of(module, self.options), _by_inductor if leftover == "inductor" else None)
         self.executors.append(executor)
         return executor
 
@@ -78,6 +81,15 @@ def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 def _needs_gradients(module: fx.GraphModule, inputs: list[Any]) -> bool:
     tensors = [*inputs, *module.parameters()]
     return any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
+
+
+def _on_gpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def _by_inductor(region: fx.GraphModule) -> Callable[..., Any]:
+    """Compiled when first called, with symbols for sizes like the whole."""
+    return torch.compile(region, dynamic=True)
 
 
 def plan_of(module: fx.GraphModule, options: Options) -> Plan:

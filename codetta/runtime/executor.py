@@ -18,7 +18,7 @@ from codetta.capture import Graph, Leaf
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply, compute_dtype
-from codetta.partition import Launch, Plan, Present, Run, Source
+from codetta.partition import Launch, Plan, Present, Region, Run, Source
 from codetta.program import Program
 from codetta.runtime.bind import Binding, bind_operand, bind_output, matrix
 from codetta.stat import Stat
@@ -29,10 +29,10 @@ aten = torch.ops.aten
 class Executor:
     """Callable with the graph's placeholders, in order; returns its outputs as a tuple."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, compile_region: Callable[[fx.GraphModule], Callable[..., Any]] | None = None) -> None:
         self.plan = plan
         self.constants = Constants(plan.graph)
-        writer = _Writer(plan, self.constants)
+        writer = _Writer(plan, self.constants, compile_region)
         self.source = writer.source()
         scope: dict[str, Any] = {"c": writer.objects, "torch": torch}
         exec(compile(self.source, "<codetta plan>", "exec"), scope)
@@ -152,8 +152,10 @@ def launch(program: Program, a: Tensor, b: Sequence[Tensor], values: dict[str, T
 class _Writer:
     """Writes the function."""
 
-    def __init__(self, plan: Plan, constants: Constants) -> None:
-        self.plan, self.constants = plan, constants
+    def __init__(
+        self, plan: Plan, constants: Constants, compile_region: Callable[[fx.GraphModule], Callable[..., Any]] | None
+    ) -> None:
+        self.plan, self.constants, self.compile_region = plan, constants, compile_region
         self.graph = plan.graph
         self.objects: list[Any] = []
         self.lines: list[str] = []
@@ -176,6 +178,10 @@ class _Writer:
                     self.lines.append(f"{self.variable(step.target)} = {self._present(step)}")
                 case Run():
                     self.lines.append(f"{self.variable(step.target)} = {self._run(step.target)}")
+                case Region() if self.compile_region is not None:
+                    self._region(step)
+                case Region():
+                    self.lines += [f"{self.variable(each)} = {self._run(each)}" for each in step.nodes]
         output = next(each for each in self.graph.nodes.nodes if each.op == "output")
         self.lines.append(f"return {self.spell(output.args[0])}")
         body = _with_drops(self.lines, keep=set(inputs))
@@ -236,6 +242,23 @@ class _Writer:
             return f"{args[0]}.reshape({args[1]})"  # what a program stored may lie otherwise in memory
         kwargs = [f"{key}={self.spell(arg)}" for key, arg in each.kwargs.items()]
         return f"{self.object(target)}({', '.join(args + kwargs)})"
+
+    def _region(self, step: Region) -> None:
+        """The region as a graph of its own, for a compiler that fuses what programs do not cover."""
+        graph = fx.Graph()
+        inner: dict[fx.Node, fx.Node] = {}
+        for each in step.inputs:
+            inner[each] = graph.placeholder(each.name)
+        for each in step.nodes:
+            inner[each] = graph.node_copy(each, lambda arg: inner[arg])
+            if each.target in (aten.view.default, aten._unsafe_view.default):
+                inner[each].target = aten.reshape.default  # what a program stored may lie otherwise in memory
+        graph.output(tuple(inner[each] for each in step.outputs))
+        assert self.compile_region is not None
+        function = self.compile_region(fx.GraphModule(self.graph.nodes.owning_module or {}, graph))
+        results = ", ".join(self.variable(each) for each in step.outputs)
+        arguments = ", ".join(self.variable(each) for each in step.inputs)
+        self.lines.append(f"{results}, = {self.object(function)}({arguments})")
 
     def _present(self, step: Present) -> str:
         """The stored matrix as the tensor that the graph expects: a view."""

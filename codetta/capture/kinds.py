@@ -1,0 +1,32 @@
+"""Kinds of operators that stay with the graph: views cost nothing, attention is a call of its own, the rest is left over."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+_VIEWS = {
+    aten.view, aten._unsafe_view, aten.reshape, aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.expand,
+    aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.chunk, aten.unbind, aten.alias, aten.detach, aten.sym_size,
+    aten.as_strided,
+}  # fmt: skip
+
+
+def is_view(each: fx.Node) -> bool:
+    """Whether it launches nothing: a view, an item of a tuple, or arithmetic on sizes."""
+    if not isinstance(each.target, torch._ops.OpOverload):
+        return True
+    return each.target.overloadpacket in _VIEWS
+
+
+def is_attention(each: fx.Node) -> bool:
+    target = each.target
+    return isinstance(target, torch._ops.OpOverload) and "scaled_dot_product" in target.overloadpacket.__name__
+
+
+def items_of(each: fx.Node) -> list[fx.Node]:
+    return [user for user in each.users if user.target is operator.getitem]
