@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch._guards import TracingContext
 
 from codetta.capture import capture
 from codetta.errors import ArgumentError
@@ -88,8 +89,28 @@ def _on_gpu(value: Any) -> bool:
 
 
 def _by_inductor(region: fx.GraphModule) -> Callable[..., Any]:
-    """Compiled when first called, with symbols for sizes like the whole."""
-    return torch.compile(region, dynamic=True)
+    """A region of leftover operators, compiled by Inductor, with the sizes of the whole graph as its symbols."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    inputs = [each.meta["val"] for each in region.graph.nodes if each.op == "placeholder"]
+    decomposed = make_fx(region, decomposition_table=select_decomp_table())(*inputs)
+    context = TracingContext.try_get()
+    # Inductor reports the strides of its outputs as those of the whole graph, of which this is a part.
+    reported = context.output_strides if context is not None else None
+    try:
+        if context is not None:
+            context.output_strides = None
+        compiled: Any = compile_fx_inner(decomposed, inputs)
+    finally:
+        if context is not None:
+            context.output_strides = reported
+
+    def run(*args: Any) -> Any:
+        return compiled(list(args))  # Inductor clears the list that it is given
+
+    return run
 
 
 def plan_of(module: fx.GraphModule, options: Options) -> Plan:
@@ -103,8 +124,6 @@ def plan_of(module: fx.GraphModule, options: Options) -> Plan:
 
 def _parameters(graph: fx.Graph) -> list[fx.Node]:
     """Placeholders that are parameters or buffers: the same tensors at every call."""
-    from torch._guards import TracingContext
-
     placeholders = [each for each in graph.nodes if each.op == "placeholder"]
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from codetta import compiler
 from codetta.capture import Graph, Leaf
+from codetta.capture.kinds import is_attention, is_view
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply, compute_dtype
@@ -162,6 +163,7 @@ class _Writer:
         self.symbols: dict[str, str] = {}  # of sizes: where they come from
         self.stored: dict[tuple[Node, torch.dtype], str] = {}
         self.stats: dict[Node, str] = {}
+        self.presented = {step.target: step for step in plan.steps if isinstance(step, Present)}
 
     def source(self) -> str:
         inputs = [self.variable(each) for each in self.constants.placeholders]
@@ -249,6 +251,7 @@ class _Writer:
         inner: dict[fx.Node, fx.Node] = {}
         for each in step.inputs:
             inner[each] = graph.placeholder(each.name)
+            inner[each].meta["val"] = self._as_presented(each)
         for each in step.nodes:
             inner[each] = graph.node_copy(each, lambda arg: inner[arg])
             if each.target in (aten.view.default, aten._unsafe_view.default):
@@ -257,8 +260,27 @@ class _Writer:
         assert self.compile_region is not None
         function = self.compile_region(fx.GraphModule(self.graph.nodes.owning_module or {}, graph))
         results = ", ".join(self.variable(each) for each in step.outputs)
-        arguments = ", ".join(self.variable(each) for each in step.inputs)
+        arguments = ", ".join(self._expected(each) for each in step.inputs)
         self.lines.append(f"{results}, = {self.object(function)}({arguments})")
+
+    def _as_presented(self, each: fx.Node) -> Any:
+        """What a region is compiled for: a program's results lie in memory as rows of a matrix, whatever the graph thought."""
+        value = each.meta["val"]
+        if each not in self.presented:
+            return value
+        dims = self.presented[each].value.dims
+        order = [*views.factors(dims, "row"), *views.factors(dims, "col")]
+        flat = [factor for dim in dims for factor in dim]
+        whole = value.new_empty([factor.size for factor in order])
+        return whole.permute([order.index(factor) for factor in flat]).reshape(value.shape)
+
+    def _expected(self, each: fx.Node) -> str:
+        """A region's argument: kernels of others may lay out their results differently when their inputs lie otherwise."""
+        value = each.meta["val"]
+        if not isinstance(value, Tensor) or not is_attention(_origin(each)):
+            return self.variable(each)
+        strides = ", ".join(self.size(stride) for stride in value.stride())
+        return f"{self.object(strided)}({self.variable(each)}, ({strides},))"
 
     def _present(self, step: Present) -> str:
         """The stored matrix as the tensor that the graph expects: a view."""
@@ -318,6 +340,20 @@ class _Writer:
             f"{self.object(launch)}({self.object(step.program)}, {self._source(step.a)}, [{weights}], {{{operands}}})"
         )
         self.lines.append(f"{', '.join(results)}{',' if len(results) == 1 else ''} = {call}")
+
+
+def strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The tensor with these strides; copied only if it has others."""
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _origin(each: fx.Node) -> fx.Node:
+    """The operator behind views and items."""
+    while is_view(each) and each.args and isinstance(each.args[0], fx.Node):
+        each = each.args[0]
+    return each
 
 
 def _attribute(module: Any, path: str) -> Any:
