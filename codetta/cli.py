@@ -241,6 +241,51 @@ def kernels(
     finish(as_json, record.json())
 
 
+@bench_app.command()
+@reported
+def block(
+    tokens: Annotated[int, typer.Option(help="Tokens; default 16384 on a GPU, 512 on a CPU.")] = 0,
+    sizes: SizesOption = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be repeated.")] = None,
+    device: Device = "",
+    rounds: Annotated[int, typer.Option(help="Rounds of measurements; more is calmer.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Append the record to this .jsonl file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """A Transformer block without its attention, compiled: against eager, torch.compile and the bare products."""
+    from codetta.bench.block import IMPLEMENTATIONS, BlockBench, run_block
+
+    bench = BlockBench(pick_device(device), tokens, parse_sizes(sizes), tuple(only or IMPLEMENTATIONS), rounds)
+    console = screen(as_json)
+    with bar(console, "ceilings", len(bench.jobs()) * len(bench.implementations)) as advance:
+        record = run_block(bench, "codetta " + " ".join(sys.argv[1:]), lambda row: advance(f"D {row['D']}"))
+    console.print(block_table(record))
+    if out is not None:
+        record.append_to(out)
+    finish(as_json, record.json())
+
+
+def block_table(record: Record) -> Table:
+    table = Table(title=f"{record.device}, {record.date}", caption="ms; x: how many times faster ours is")
+    names = list(dict.fromkeys(row["impl"] for row in record.rows))
+    for name in ("D", "F", "tokens"):
+        table.add_column(name, justify="right")
+    for name in names:
+        table.add_column(name, justify="right")
+        if name != "codetta":
+            table.add_column("x", justify="right")
+    shapes = dict.fromkeys((row["D"], row["F"], row["tokens"]) for row in record.rows)
+    for d, f, tokens in shapes:
+        times = {row["impl"]: row["ms"] for row in record.rows if (row["D"], row["F"]) == (d, f)}
+        cells = [str(d), str(f), str(tokens)]
+        for name in names:
+            cells.append(f"{times[name]:.3f}")
+            if name != "codetta":
+                cells.append(_ratio(times[name] / times["codetta"]) if "codetta" in times else "-")
+        table.add_row(*cells)
+    return table
+
+
 def kernel_table(record: Record) -> Table:
     table = Table(
         title=f"{record.device}, {record.date}", caption="x: how many times faster ours is; green 1.00 and above"

@@ -14,6 +14,7 @@ from torch import fx
 
 from codetta.capture import Graph, Value
 from codetta.capture.kinds import is_attention, is_view
+from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import is_sink
 from codetta.placement import NOWHERE, Group
@@ -84,6 +85,14 @@ class _Needs:
 
     stores: dict[tuple[Node, torch.dtype], str] = field(default_factory=dict)
     sinks: dict[Node, str] = field(default_factory=dict)
+
+
+class PartitionError(Exception):
+    """The values of a group cannot be computed by one program; the graph must keep its products."""
+
+    def __init__(self, group: Group, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.group, self.reason = group, reason
 
 
 def partition(graph: Graph) -> Plan:
@@ -247,16 +256,14 @@ class _Partition:
             for (value, dtype), name in needs.stores.items()
         ]
         sinks = {name: written[id(sink)] for sink, name in needs.sinks.items()}
-        program = assemble(
-            f"program_{group.number}",
-            k=k,
-            a_dtype=group.dtype,
-            products=products,
-            operands=operands.values(),
-            stores=stores,
-            sinks=sinks,
-            outputs=tuple([store.name for store in stores] + list(sinks)),
-        )
+        outputs = tuple([store.name for store in stores] + list(sinks))
+        try:
+            program = assemble(
+                f"program_{group.number}", k=k, a_dtype=group.dtype, products=products, operands=operands.values(), stores=stores,
+                sinks=sinks, outputs=outputs,
+            )  # fmt: skip
+        except TraceError as error:
+            raise PartitionError(group, Reason("program", str(error))) from None
         used = {each.name for each in program.operands}
         return Launch(
             group.number,

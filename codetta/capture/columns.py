@@ -123,12 +123,27 @@ def cut(op: At, value: Value, at: int, start: int, stop: int, step: int = 1) -> 
         if inner != 1:
             raise RefusedError("takes every other group of columns")
         return Value(dsl.parts(dsl.Value(value.node), step, step)[start].node, dims)
-    if factor is columns[0] and (narrowed := narrow(op, value.node, start * inner, stop * inner)) is not None:
-        return Value(narrowed, dims)
+    # Where the whole is read as well, its columns must stay together.
+    if factor is columns[0] and only_cut(op.fx.args[0]):
+        narrowed = narrow(op, value.node, start * inner, stop * inner)
+        if narrowed is not None:
+            return Value(narrowed, dims)
     unit = math.gcd(start, length, factor.size)
     pieces = dsl.parts(dsl.Value(value.node), factor.size // unit, factor.size * inner)
     mine = pieces[start // unit : stop // unit]
     return Value((mine[0] if len(mine) == 1 else dsl.join(*mine, block=length * inner)).node, dims)
+
+
+def only_cut(source: Any) -> bool:
+    """Whether everybody who reads the value reads some of its columns, directly or behind a reshape."""
+    for user in source.users:
+        packet = user.target.overloadpacket if isinstance(user.target, torch._ops.OpOverload) else None
+        if packet in (aten.view, aten._unsafe_view, aten.reshape):
+            if not only_cut(user):
+                return False
+        elif packet not in (aten.slice, aten.split, aten.split_with_sizes, aten.chunk, aten.unbind, aten.select):
+            return False
+    return True
 
 
 def narrow(op: At, value: Node, start: int, stop: int) -> Node | None:
@@ -142,6 +157,7 @@ def narrow(op: At, value: Node, start: int, stop: int) -> Node | None:
             attrs["weight"] = name
             made = node("product", *value.args, space=Space(1, stop - start), **attrs)
             op.graph.dtypes.setdefault(made, op.graph.dtypes[value])
+            op.graph.origin.setdefault(made, op.graph.origin[value])
             return made
         case "vector":
             attrs["weight"] = narrow_weight(op, value.attr("weight"), start, stop)

@@ -55,6 +55,7 @@ class Graph:
     leaves: dict[str, Leaf] = field(default_factory=dict)
     weights: dict[str, Weight] = field(default_factory=dict)
     constant: set[fx.Node] = field(default_factory=set)  # computed from parameters alone
+    origin: dict[Node, fx.Node] = field(default_factory=dict)  # of products
     dtypes: dict[Node, torch.dtype] = field(default_factory=dict)  # in which the graph holds a value
     refusals: dict[fx.Node, Reason] = field(default_factory=dict)
 

@@ -53,6 +53,7 @@ def lawful(op: At, product: Node) -> Node:
     if op.graph.placement.is_late(base):
         raise CutError(base, "a product reads it, and it is known only behind the program that makes it")
     op.graph.dtypes.setdefault(inner, op.graph.dtypes[product])
+    op.graph.origin.setdefault(inner, op.fx)
     return changed
 
 

@@ -8,7 +8,7 @@ least as accurate as what was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
@@ -19,21 +19,28 @@ from codetta.errors import Reason, TraceError
 from codetta.placement import NOWHERE, Placement
 
 
-def capture(graph: fx.Graph, parameters: Iterable[fx.Node], laws: Sequence[Law] = ()) -> Graph:
+def capture(
+    graph: fx.Graph,
+    parameters: Iterable[fx.Node],
+    laws: Sequence[Law] = (),
+    left: Mapping[fx.Node, Reason] | None = None,
+) -> Graph:
     """Every node of the graph that depends on a product, as a value, as far as the handlers go.
 
     Laws are applied to products as they are met. Where a product needs a value that is known too late for any program to
-    store it, the graph keeps that value, and reading starts again behind it.
+    store it, the graph keeps that value, and reading starts again behind it. `left`: operators that stay with the graph, and why.
     """
-    return _Reader(graph, parameters, laws).read()
+    return _Reader(graph, parameters, laws, left or {}).read()
 
 
 class _Reader:
-    def __init__(self, graph: fx.Graph, parameters: Iterable[fx.Node], laws: Sequence[Law]) -> None:
+    def __init__(
+        self, graph: fx.Graph, parameters: Iterable[fx.Node], laws: Sequence[Law], left: Mapping[fx.Node, Reason]
+    ) -> None:
         self.found = Graph(graph, Placement(self._made_by))
         self.found.constant |= set(parameters)
         self.laws = laws
-        self.cuts: dict[fx.Node, Reason] = {}
+        self.cuts: dict[fx.Node, Reason] = dict(left)
         self.latest: dict[fx.Node, int] = {}  # the last group that a node depends on
         self.groups_before: dict[fx.Node, int] = {}
 

@@ -13,9 +13,9 @@ from torch import fx, nn
 from torch._guards import TracingContext
 
 from codetta.capture import capture
-from codetta.errors import ArgumentError
+from codetta.errors import ArgumentError, Reason
 from codetta.options import Options
-from codetta.partition import Plan, partition
+from codetta.partition import PartitionError, Plan, partition
 from codetta.rewrite.scale import row_scale_commutes
 from codetta.runtime.executor import Executor
 
@@ -119,7 +119,15 @@ def plan_of(module: fx.GraphModule, options: Options) -> Plan:
 
     graph = fx.GraphModule(module, fx_graph_cse(module.graph)).graph
     laws = [row_scale_commutes] if options.numerics == "default" else []
-    return partition(capture(graph, _parameters(graph), laws))
+    parameters = _parameters(graph)
+    left: dict[fx.Node, Reason] = {}
+    while True:
+        captured = capture(graph, parameters, laws, left)
+        try:
+            return partition(captured)
+        except PartitionError as refused:
+            # Its products stay with the graph; every round leaves at least one more, so this ends.
+            left |= {captured.origin[product]: refused.reason for product in refused.group.products}
 
 
 def _parameters(graph: fx.Graph) -> list[fx.Node]:

@@ -30,7 +30,9 @@ aten = torch.ops.aten
 class Executor:
     """Callable with the graph's placeholders, in order; returns its outputs as a tuple."""
 
-    def __init__(self, plan: Plan, compile_region: Callable[[fx.GraphModule], Callable[..., Any]] | None = None) -> None:
+    def __init__(
+        self, plan: Plan, compile_region: Callable[[fx.GraphModule], Callable[..., Any]] | None = None
+    ) -> None:
         self.plan = plan
         self.constants = Constants(plan.graph)
         writer = _Writer(plan, self.constants, compile_region)
