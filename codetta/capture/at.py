@@ -12,9 +12,12 @@ from torch import fx
 from codetta import dsl
 from codetta.capture.graph import FLOATS, Graph, Law, Leaf, RefusedError, Value, Weight
 from codetta.ir import view as views
-from codetta.ir.graph import Node, Space, node
+from codetta.ir.graph import Frame, Node, Space, node
 from codetta.ir.view import Dims
 from codetta.program import Operand
+from codetta.rewrite.columns import join_rises
+
+aten = torch.ops.aten
 
 
 def is_tensor(each: fx.Node) -> bool:
@@ -138,14 +141,17 @@ class At:
             return "sample"
         raise RefusedError("an operand has some of the rows, neither the first nor the last ones")
 
-    def leaf_node(self, source: fx.Node, operand: Operand, order: tuple[int, ...], cols: int) -> Node:
+    def leaf_node(
+        self, source: fx.Node, operand: Operand, order: tuple[int, ...], cols: int, start: int | None = None
+    ) -> Node:
         graph = self.graph
         for leaf in graph.leaves.values():
-            if leaf.source is source and leaf.order == order and replace(leaf.operand, name="") == operand:
+            same = leaf.source is source and (leaf.order, leaf.start) == (order, start)
+            if same and replace(leaf.operand, name="") == operand:
                 break
         else:
             name = f"{source.name}_{len(graph.leaves)}" if source.name in graph.leaves else source.name
-            leaf = graph.leaves[name] = Leaf(replace(operand, name=name), source, order)
+            leaf = graph.leaves[name] = Leaf(replace(operand, name=name), source, order, start)
         rows = 0 if operand.rows == "none" else 1
         constant = True if source in graph.constant else None
         return node(
@@ -167,7 +173,36 @@ class At:
 
     def elementwise(self, meaning: Callable[..., dsl.Value], args: Sequence[Any]) -> Value:
         values, dims = self.meet(args)
-        return Value(meaning(*values).node, dims)
+        return Value(join_rises(meaning(*values).node, self.cut_table), dims)
+
+    def cut_table(self, table: Node, frame: Frame) -> Node | None:
+        """A part of a table that repeats with the very blocks that are taken apart."""
+        leaf = self.graph.leaves[table.attr("name")]
+        if leaf.operand.period != frame.block or leaf.start is not None:
+            return None
+        width = frame.block // frame.count
+        start = 0 if repeats(leaf.source, width) else frame.index * width
+        operand = replace(leaf.operand, name="", cols=width, period=width)
+        return self.leaf_node(leaf.source, operand, leaf.order, table.space.cols // frame.count, start)
+
+
+def repeats(source: fx.Node, width: int) -> bool:
+    """Whether the last dimension is one block of `width` columns over and over, by the way the tensor is made."""
+    size = shape(source)[-1]
+    if size == width:
+        return True
+    packet = source.target.overloadpacket if isinstance(source.target, torch._ops.OpOverload) else None
+    args: Any = source.args
+    if packet is aten.cat:
+        last = args[1] % len(shape(source)) == len(shape(source)) - 1 if len(args) > 1 else len(shape(source)) == 1
+        return last and len(set(args[0])) == 1 and shape(args[0][0])[-1] == width
+    if packet in (aten.cos, aten.sin, aten._to_copy, aten.neg, aten.clone) or (
+        packet in (aten.mul, aten.div, aten.add) and not isinstance(args[1], fx.Node)
+    ):
+        return repeats(args[0], width)
+    if packet in (aten.unsqueeze, aten.expand, aten.view) and shape(args[0])[-1] == size:
+        return repeats(args[0], width)
+    return False
 
 
 def _same_shape(x: Sequence[Any], y: Sequence[Any]) -> bool:

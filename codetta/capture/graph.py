@@ -33,6 +33,7 @@ class Leaf:
     operand: Operand
     source: fx.Node
     order: tuple[int, ...]  # rows first, then columns; dimensions of size one are left out
+    start: int | None = None  # its first column, where some are left out
 
 
 @dataclass(frozen=True, eq=False)

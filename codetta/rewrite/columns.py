@@ -7,6 +7,8 @@ value of the epilogue is rewritten to live on one strip. This is the column map 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from codetta.errors import TraceError
 from codetta.ir.graph import Frame, Node, Space, node, rebuilt, topological, transform
 from codetta.ir.op import OPS
@@ -51,6 +53,43 @@ def spans_strips(value: Node, wide: tuple[int, int, int]) -> bool:
 
 def _is_wide_join(value: Node) -> bool:
     return value.op == "join" and is_wide(Frame(0, len(value.args), value.attr("block")))
+
+
+def join_rises(value: Node, cut_table: Callable[[Node, Frame], Node | None]) -> Node:
+    """f(join(a, b), x)  ->  join(f(a, part 0 of x), f(b, part 1 of x))
+
+    Exact. RoPE's x · cos + join(-x2, x1) · sin becomes two halves that read half a table each, as one writes it by hand.
+    `cut_table` gives the part of a table that repeats over the columns, or None; where it has none the law refuses and the
+    value stays as it is.
+    """
+    joined = next((arg for arg in value.args if arg.op == "join"), None)
+    if joined is None or OPS[value.op].shape != "elementwise":
+        return value
+    count, block, cols = len(joined.args), joined.attr("block"), joined.space.cols
+    parts = []
+    for index in range(count):
+        frame = Frame(index, count, block)
+        args = [_part_of(arg, frame, cols, cut_table) for arg in value.args]
+        found = [arg for arg in args if arg is not None]
+        if len(found) < len(args):
+            return value
+        parts.append(rebuilt(value, tuple(found)))
+    return node("join", *parts, block=block)
+
+
+def _part_of(value: Node, frame: Frame, cols: int, cut_table: Callable[[Node, Frame], Node | None]) -> Node | None:
+    if value.space.cols != cols:
+        return value
+    if value.op == "join" and (len(value.args), value.attr("block")) == (frame.count, frame.block):
+        return value.args[frame.index]
+    if value.op == "load" and value.attr("period"):
+        return cut_table(value, frame)
+    if value.op != "load" and OPS[value.op].shape == "elementwise":
+        # Down to the leaves, so that tables among them are cut as well.
+        args = [_part_of(arg, frame, cols, cut_table) for arg in value.args]
+        found = [arg for arg in args if arg is not None]
+        return rebuilt(value, tuple(found)) if len(found) == len(args) else None
+    return node("part", value, frame=frame)
 
 
 def part_sinks_to_leaves(root: Node) -> Node:

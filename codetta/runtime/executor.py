@@ -123,6 +123,8 @@ class _Parameters:
             case "load":
                 leaf = self.graph.leaves[value.attr("name")]
                 tensor = self.tensor(leaf.source)
+                if leaf.start is not None:
+                    tensor = tensor[..., leaf.start : leaf.start + leaf.operand.cols]
                 flat = tensor.reshape(-1).to(compute_dtype(tensor.dtype))
                 if not value.space.cols:
                     return flat.reshape(())
@@ -302,6 +304,8 @@ class _Writer:
     def _leaf(self, leaf: Leaf) -> str:
         """A tensor of the graph as the matrix that programs read."""
         text, shape = self.variable(leaf.source), list(leaf.source.meta["val"].shape)
+        if leaf.start is not None:
+            text += f"[..., {leaf.start} : {leaf.start + leaf.operand.cols}]"
         if leaf.operand.rows == "none":
             return f"{text}.reshape(-1)"
         others = [at for at in range(len(shape)) if at not in leaf.order]

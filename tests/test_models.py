@@ -1,0 +1,398 @@
+"""Whole models, compiled, against eager by the budget of `oracle.py`; the plans that they become; what may change under them.
+
+Truth is the same model in float64. Where a published model computes its norms in float32 whatever it is given, so does that
+truth: it is the same for both sides.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, given, note, settings
+from modules import ACTIVATIONS, NORMS, Design, complaints, designs
+from torch import Tensor, nn
+from zoo import LAYERS, ZOO, Entry, Inputs, outputs
+
+import codetta
+from codetta import compiler
+from codetta.partition import Launch, Present, Run
+from codetta.runtime.executor import Executor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    """Compilations of a function are counted over its life, and models share functions: the ninth would stay eager."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan means does not depend on who runs its programs, and the reference has nothing to build."""
+    load = compiler.load_backend
+    monkeypatch.setattr(compiler, "load_backend", lambda name: load("reference"))
+
+
+def executors(model: nn.Module) -> list[Executor]:
+    backend: Any = model._codetta
+    found: list[Executor] = backend.executors
+    return found
+
+
+def launches(executor: Executor) -> list[Launch]:
+    return [step for step in executor.plan.steps if isinstance(step, Launch)]
+
+
+def truth_of(entry: Entry, model: nn.Module) -> nn.Module:
+    """The model with the very weights that it has now, in float64."""
+    exact = entry.model(torch.float64)
+    exact.load_state_dict(model.state_dict())
+    return exact
+
+
+def check(model: nn.Module, exact: nn.Module, inputs: Inputs, dtype: torch.dtype, where: Tensor | None = None) -> None:
+    """The compiled model against its own forward, which is eager; `where`: the rows that mean something."""
+    args, kwargs = inputs
+    precise = [x.double() if x.is_floating_point() else x for x in args]
+    precise_kwargs = {name: x.double() if x.is_floating_point() else x for name, x in kwargs.items()}
+    results = [outputs(each) for each in (model(*args, **kwargs), model.forward(*args, **kwargs))]
+    results.append(outputs(exact(*precise, **precise_kwargs)))
+    if where is not None:
+        results = [[x[where] for x in each] for each in results]
+    ours, eager, truth = results
+    assert ours, "the model returned no tensor"
+    assert executors(model), "nothing was compiled: eager was compared with itself"
+    bad = complaints(ours, eager, truth, dtype)
+    assert not bad, bad
+
+
+# ---- the zoo -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ZOO)
+def test_zoo(name: str, dtype: str) -> None:
+    """Right, for two ragged shapes out of one compilation, and made of the launches that the architecture should take."""
+    entry = ZOO[name]
+    model = entry.model(DTYPES[dtype])
+    exact = truth_of(entry, model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    parameters = dict(model.named_parameters())
+    codetta.compile(model)
+    for batch, length in ((2, 12), (3, 7)):
+        check(model, exact, entry.example(batch, length, dtype=DTYPES[dtype]), DTYPES[dtype])
+    assert len(executors(model)) == 1, "another shape was compiled anew"
+    if name in BLOCKS:
+        check_structure(name, executors(model)[0])
+    # Compilation is in place, and takes nothing: same names, same objects, same numbers.
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter is parameters[key] for key, parameter in model.named_parameters())
+    assert len(dict(model.named_parameters())) == len(parameters)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.padded])
+def test_padded(name: str, by_reference: None) -> None:
+    """With an attention mask; rows of padding have no meaning, and on the left not even a key."""
+    entry = ZOO[name]
+    model, exact = entry.model(), entry.model(torch.float64)
+    codetta.compile(model)
+    for side in ("right", "left"):
+        args, kwargs = entry.masked_example(2, 12, side=side)  # type: ignore[arg-type]
+        check(model, exact, (args, kwargs), torch.float32, where=kwargs["attention_mask"].bool())
+    assert len(executors(model)) == 1
+
+
+# ---- structure -----------------------------------------------------------------------------------------------------
+
+# Launches of a block, and of what comes behind the last one.
+BLOCKS = {name: (4, 1) for name in ("llama", "qwen2", "qwen3", "mistral", "phi3", "gpt2", "vit")}
+VIEWS = {
+    "view", "_unsafe_view", "reshape", "transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "slice", "select", "split",
+    "split_with_sizes", "unbind", "alias", "detach", "sym_size",
+    "clone",  # a model that asks for contiguous memory: what attention returns is copied if it is not
+}  # fmt: skip
+
+
+def check_structure(name: str, executor: Executor) -> None:
+    """Between the first launch and the end of the last block there is attention, once a block, and nothing else to compute."""
+    each, rest = BLOCKS[name]
+    steps = executor.plan.steps
+    at = [number for number, step in enumerate(steps) if isinstance(step, Launch)]
+    assert len(at) == each * LAYERS + rest
+    attention = 0
+    for step in steps[at[0] : at[each * LAYERS - 1]]:
+        assert isinstance(step, Launch | Present | Run), f"{type(step).__name__} between launches"
+        if not isinstance(step, Run) or step.target.target is operator.getitem:
+            continue
+        target = step.target.target
+        if not isinstance(target, torch._ops.OpOverload):
+            assert not isinstance(step.target.meta.get("val"), Tensor), f"{target} makes a tensor"
+            continue
+        packet = target.overloadpacket.__name__
+        attention += "scaled_dot_product" in packet
+        assert packet in VIEWS or "scaled_dot_product" in packet, f"{packet} is left between launches"
+    assert attention == LAYERS
+
+
+def test_structure_sees_what_is_left_over() -> None:
+    """The check itself: an operator with no meaning on tiles between two products is found."""
+
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(9):
+                x = self.second(self.first(x).sort(-1).values)
+            return x
+
+    model = codetta.compile(Sorted())
+    model(torch.randn(2, 5, 24))
+    with pytest.raises(AssertionError):
+        check_structure("llama", executors(model)[0])
+
+
+def test_strict_defers_nothing(by_reference: None) -> None:
+    """Exact laws only: right as well, and no weight has a norm's gain multiplied into it."""
+    entry = ZOO["llama"]
+    default, strict = entry.model(), entry.model()
+    codetta.compile(default)
+    codetta.compile(strict, options=codetta.Options(numerics="strict"))
+    for model in (default, strict):
+        check(model, entry.model(torch.float64), entry.example(2, 12), torch.float32)
+        check(model, entry.model(torch.float64), entry.example(3, 7), torch.float32)
+    gained = [
+        sum(gain is not None for each in launches(executors(model)[0]) for _, gain in each.weights)
+        for model in (default, strict)
+    ]
+    assert gained[0] and not gained[1], gained
+
+
+def test_fp16() -> None:
+    """fp16 cannot hold rows that are not normalised yet: nothing is deferred, and a large row overflows no more than in eager."""
+    entry = ZOO["llama"]
+    model = entry.model(torch.float16)
+    codetta.compile(model)
+    exact = truth_of(entry, entry.model(torch.float16))
+    check(model, exact, entry.example(2, 12, dtype=torch.float16), torch.float16)
+    check(model, exact, entry.example(3, 7, dtype=torch.float16), torch.float16)
+    assert all(gain is None for each in launches(executors(model)[0]) for _, gain in each.weights)
+
+
+# ---- weights that change -------------------------------------------------------------------------------------------
+
+
+def _norm_and_linear(name: str, model: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
+    """A norm's weight that is multiplied into the next matrix, and such a matrix."""
+    found = dict(model.named_parameters())
+    norm, linear = {
+        "llama": ("model.layers.1.input_layernorm.weight", "model.layers.1.mlp.up_proj.weight"),
+        "gpt2": ("transformer.h.1.ln_1.bias", "transformer.h.1.mlp.c_fc.weight"),
+    }[name]
+    return found[norm], found[linear]
+
+
+def _change_norm(name: str, model: nn.Module) -> None:
+    norm, _ = _norm_and_linear(name, model)
+    norm.mul_(1.5).add_(0.25)
+
+
+def _change_linear(name: str, model: nn.Module) -> None:
+    _, linear = _norm_and_linear(name, model)
+    linear.mul_(-1.5)
+
+
+def _load(name: str, model: nn.Module) -> None:
+    model.load_state_dict({key: value * 1.2 for key, value in model.state_dict().items()})
+
+
+def _assign(name: str, model: nn.Module) -> None:
+    model.load_state_dict({key: value * 1.2 for key, value in model.state_dict().items()}, assign=True)
+
+
+def _round_trip(name: str, model: nn.Module) -> None:
+    """The memory of the first weights is free while there are others, and may be where the last ones lie."""
+    model.to(torch.bfloat16).to(torch.float32)
+
+
+def _step(name: str, model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_changed_weights(name: str, by_reference: None) -> None:
+    """What is made of parameters is made again when they change, however they do."""
+    entry = ZOO[name]
+    model = entry.model()
+    inputs = entry.example(2, 6)
+    codetta.compile(model)
+    check(model, truth_of(entry, model), inputs, torch.float32)
+    for change in (_change_norm, _change_linear, _load, _assign, _round_trip, _step):
+        before = outputs(model(*inputs[0], **inputs[1]))[0]
+        change(name, model)
+        try:
+            check(model, truth_of(entry, model), inputs, torch.float32)
+        except AssertionError as error:
+            raise AssertionError(f"after {change.__name__}") from error
+        after = outputs(model(*inputs[0], **inputs[1]))[0]
+        assert not torch.allclose(before, after, rtol=1e-4), f"{change.__name__} changes nothing: the test is void"
+
+
+def test_other_dtype_and_back(by_reference: None) -> None:
+    entry = ZOO["llama"]
+    model = entry.model()
+    codetta.compile(model)
+    check(model, truth_of(entry, model), entry.example(2, 6), torch.float32)
+    for dtype in (torch.bfloat16, torch.float32):
+        model.to(dtype)
+        check(model, truth_of(entry, model), entry.example(2, 6), dtype)
+    assert len(executors(model)) == 2, "one compilation for each type"
+
+
+# ---- lengths -------------------------------------------------------------------------------------------------------
+
+
+def test_lengths(by_reference: None) -> None:
+    """Sizes of one are compiled for themselves; all others share what the first of them made."""
+    entry = ZOO["llama"]
+    model, exact = entry.model(), entry.model(torch.float64)
+    codetta.compile(model)
+    check(model, exact, entry.example(1, 5), torch.float32)
+    warm = len(executors(model))
+    for number, length in enumerate(range(2, 22)):
+        check(model, exact, entry.example((1, 2, 3, 5)[number % 4], length), torch.float32)
+    assert len(executors(model)) - warm <= 2
+    for batch, length in ((1, 1), (3, 1)):
+        check(model, exact, entry.example(batch, length), torch.float32)
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+def test_gradients() -> None:
+    """With gradients on, answers and gradients are eager's."""
+    design = Design(attention="none", stem=False, layers=1)
+    dtype = torch.float32
+    with torch.enable_grad():
+        results = []
+        for compiled, each in ((True, dtype), (False, dtype), (False, torch.float64)):
+            model = design.module(each)
+            x = design.tokens(dtype).to(each).requires_grad_()
+            if compiled:
+                codetta.compile(model)
+            (y,) = model(x)
+            (y * torch.linspace(-1, 1, y.shape[-1], dtype=each)).sum().backward()
+            found = [x.grad, *(parameter.grad for parameter in model.parameters())]
+            results.append([y.detach(), *(each for each in found if each is not None)])
+        assert len(results[0]) > 6
+        bad = complaints(*results, dtype)
+        assert not bad, bad
+
+
+# ---- random modules ------------------------------------------------------------------------------------------------
+
+
+def check_design(design: Design, dtype: torch.dtype = torch.float32) -> None:
+    torch._dynamo.reset()
+    model, exact = design.module(dtype), design.module(dtype).double()
+    codetta.compile(model)
+    check(model, exact, ((design.tokens(dtype),), {}), dtype)
+    assert launches(executors(model)[0]), "no program was made"
+
+
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate], suppress_health_check=list(HealthCheck))  # fmt: skip
+@given(designs())
+def test_random_module(design: Design) -> None:
+    """Shrinking would compile hundreds of modules: the design is printed as it was drawn."""
+    note(repr(design))
+    with torch.no_grad():
+        check_design(design)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norm_in_half_precision(norm: str, by_reference: None) -> None:
+    """Casts in every order, where they mean something; a norm in front of a product and one behind a sum."""
+    check_design(Design(norm=norm, attention="none", bias=True, hidden=64, length=9), torch.bfloat16)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norm_is_deferred(norm: str, by_reference: None) -> None:
+    """However it is written: no operator stays between two programs, and the norm costs no launch of its own."""
+    model = Design(norm=norm, attention="none", activation="relu", mlp="plain").module(torch.float32)
+    codetta.compile(model)
+    model(torch.randn(2, 5, 24))
+    steps = executors(model)[0].plan.steps
+    at = [number for number, step in enumerate(steps) if isinstance(step, Launch)]
+    assert len(at) == 4  # stem, up, down, head
+    assert not [step for step in steps[at[0] : at[-1]] if not isinstance(step, Launch | Present)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation(activation: str) -> None:
+    """By the backend that will run it."""
+    check_design(Design(activation=activation, attention="none", mlp="chunked", stem=False, head=False))
+
+
+REGRESSIONS: list[Design] = []
+
+
+@pytest.mark.parametrize("design", REGRESSIONS, ids=str)
+def test_regression(design: Design) -> None:
+    check_design(design)
+
+
+# ---- more than one model -------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, width), nn.Linear(width, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+def _sequence() -> nn.Module:
+    return nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 24))
+
+
+@pytest.mark.parametrize("build", [lambda: Small(40), _sequence], ids=["own", "torch.nn"])
+def test_any_class(build: Callable[[], nn.Module], by_reference: None) -> None:
+    model = codetta.compile(build())
+    x = torch.randn(3, 5, 24)
+    assert torch.allclose(model(x), model.forward(x), atol=1e-5)
+    assert len(executors(model)) == 1, "nothing was compiled"
+
+
+def test_many_models(by_reference: None) -> None:
+    """Models of one class do not use up each other's compilations."""
+    x = torch.randn(3, 5, 24)
+    for width in range(8, 8 + 12 * 8, 8):
+        model = codetta.compile(Small(width))
+        assert torch.allclose(model(x), model.forward(x), atol=1e-5)
+        assert len(executors(model)) == 1, f"width {width} stayed eager"
+
+
+def test_weights_made_in_inference_mode(by_reference: None) -> None:
+    """They keep no record of changes."""
+    with torch.inference_mode():
+        model = codetta.compile(Small(40))
+        x = torch.randn(3, 5, 24)
+        assert torch.allclose(model(x), model.forward(x), atol=1e-5)
+        model.up.weight.mul_(2)
+        assert torch.allclose(model(x), model.forward(x), atol=1e-5)
