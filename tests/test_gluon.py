@@ -107,6 +107,15 @@ def compare(name: str, got: Tensor | Stat, want: Tensor | Stat) -> None:
             )
 
 
+@pytest.mark.parametrize("name", ["norm_rope", "norm_qk_rope"])
+def test_tables_read_by_the_threads(name: str) -> None:
+    """Where a ring has no room for tables, tiles without slots for loads are there and right."""
+    program, binding = call(name, HEADS)
+    tile = replace(tiles_of(program, binding, "detached")[0], load_slots=0)
+    assert "in_cos_load" not in gluon_gemm.source(program, tile)
+    check(program, binding, tile, units=2, seed=1)
+
+
 @pytest.mark.parametrize("loop", SPECIALISED)
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=[f"{name}-{sizes.rows}" for name, sizes in CASES])
 def test_simulated_kernels_compute_what_the_reference_does(name: str, sizes: Sizes, loop: str) -> None:

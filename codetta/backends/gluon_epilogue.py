@@ -40,9 +40,7 @@ class GluonWriter(EpilogueWriter):
         found = {}
         for node in self.segment.nodes:
             if node.op == "load":
-                move = load_move(
-                    node, self.program.operand(node.attr("name")), self.segment, self.tile.chunk(self.segment)
-                )
+                move = load_move(node, self.program.operand(node.attr("name")), self.segment, self.tile)
                 if move:
                     found[move.name] = node
         return list(found.values())

@@ -6,6 +6,7 @@ it. A move is such a tile, chunk by chunk; what the copy engine cannot address i
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -40,8 +41,14 @@ class Move:
         return chunk * self.cols // segment.cols
 
 
-def load_move(node: Node, operand: Operand, segment: Segment, chunk: int) -> Move | None:
-    """The move of a load, None where the copy engine cannot do it."""
+def load_move(node: Node, operand: Operand, segment: Segment, tile: Tile) -> Move | None:
+    """The move of a load, None where the copy engine cannot do it.
+
+    A tile without slots for loads leaves tables that repeat over the rows to the threads: they stay in the cache.
+    """
+    chunk = tile.chunk(segment)
+    if not tile.load_slots and operand.rows == "repeat":
+        return None
     if node.op != "load" or operand.dtype not in MOVABLE or operand.stat or operand.group != 1 or not operand.cols:
         return None
     frame, width = node.attr("frame"), chunk * node.space.cols // segment.cols
@@ -109,7 +116,7 @@ def traffic(program: Program, tile: Tile) -> Traffic:
         chunk = tile.chunk(segment)
         loads = {}
         for node in segment.nodes:
-            if node.op == "load" and (move := load_move(node, program.operand(node.attr("name")), segment, chunk)):
+            if node.op == "load" and (move := load_move(node, program.operand(node.attr("name")), segment, tile)):
                 loads[move.name] = move
         stores = [store_move(program.stores[s], p, segment, chunk) for s, p in segment.stores]
         kinds = [(move.dtype, move.width(chunk, segment)) for move in loads.values()]
@@ -253,8 +260,9 @@ def _rings(program: Program, target: Target, base: Tile) -> list[tuple[tuple[flo
     # The fourth stage helps the main loop little; a late load costs a trip to memory.
     penalty = 1.0 if base.stages == 4 else 1.3
     options = []
-    for y in range(base.chunks + 1):
-        moves = traffic(program, replace(base, store_slots=y))
+    tables = any(operand.rows == "repeat" for operand in program.operands)
+    for y, with_loads in itertools.product(range(base.chunks + 1), (1, 0) if tables else (1,)):
+        moves = traffic(program, replace(base, store_slots=y, load_slots=with_loads))
         places = [ring for each in moves.segments for ring, _ in each.store_place]
         if (y > 0) != ("y" in places):
             continue
@@ -267,9 +275,15 @@ def _rings(program: Program, target: Target, base: Tile) -> list[tuple[tuple[flo
         ]
         drain = 400 + sum(stored) / len(program.segments) / 32
         waits = base.loop == "detached" and "x" in places
+        if x_bytes and not with_loads:
+            continue  # other operands need the slots
+        # Threads that read tables themselves wait for each.
+        slow = 1.0 if with_loads else 1.5
         for x in range(1, base.chunks + 1) if x_bytes else (0,):
             if x * x_bytes + y * y_bytes <= room:
-                cycles = epilogue_cycles(base.chunks, x, y, work, drain, 1200.0, in_place="x" in places, waits=waits)
+                cycles = epilogue_cycles(
+                    base.chunks, x, y, work * slow, drain, 1200.0, in_place="x" in places, waits=waits
+                )
                 options.append(((cycles * penalty, -x - y), replace(base, load_slots=x, store_slots=y)))
     return options
 
