@@ -14,6 +14,7 @@ from torch import fx
 
 from codetta.capture import Graph, Value
 from codetta.capture.kinds import is_attention, is_view
+from codetta.capture.masks import made_of_sizes, mask_of
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import is_sink
@@ -70,7 +71,15 @@ class Region:
     outputs: list[fx.Node]
 
 
-Step = Launch | Present | Run | Region
+@dataclass(eq=False)
+class Mask:
+    """A mask that is made of sizes alone, with what makes it."""
+
+    target: fx.Node
+    makes: Region
+
+
+Step = Launch | Present | Run | Region | Mask
 
 
 @dataclass(eq=False)
@@ -107,6 +116,7 @@ class _Partition:
         self.of_value = {value.node: each for each, value in reversed(graph.values.items())}
         self.steps: list[Step] = []
         self.done: set[object] = set()
+        self.masks: dict[fx.Node, Mask] = {}
 
     # ---- what must exist
 
@@ -151,7 +161,8 @@ class _Partition:
             self._need_stored(value.node, each.meta["val"].dtype)
             return
         self.tensors[each] = "run"
-        self.pending += each.all_input_nodes
+        mask = mask_of(each)
+        self.pending += [arg for arg in each.all_input_nodes if arg is not mask]
 
     def _storable(self, value: Node) -> bool:
         place = self.places[value]
@@ -295,10 +306,22 @@ class _Partition:
         if isinstance(item, int):
             launch = self.launches[item]
             return [need for source in [launch.a, *launch.operands.values()] for need in self._maker(source)]
+        if isinstance(item, Mask):
+            return list(item.makes.inputs)
         assert isinstance(item, fx.Node)
         if self.tensors.get(item) == "stored":
             return [self.places[self.values[item].node].group]
-        return list(item.all_input_nodes)
+        mask = mask_of(item)
+        if mask is None:
+            return list(item.all_input_nodes)
+        return [*(each for each in item.all_input_nodes if each is not mask), self._mask(mask)]
+
+    def _mask(self, target: fx.Node) -> Mask:
+        if target not in self.masks:
+            nodes = made_of_sizes(target)
+            assert nodes is not None
+            self.masks[target] = Mask(target, replace(_region(nodes), outputs=[target]))
+        return self.masks[target]
 
     def _maker(self, source: Source) -> list[object]:
         match source.kind:
@@ -312,6 +335,9 @@ class _Partition:
     def _step(self, item: object) -> None:
         if isinstance(item, int):
             self.steps.append(self.launches[item])
+            return
+        if isinstance(item, Mask):
+            self.steps.append(item)
             return
         assert isinstance(item, fx.Node)
         if item.op in ("placeholder", "get_attr", "output"):

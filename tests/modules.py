@@ -42,7 +42,9 @@ class Design:
     place: str = "pre"  # of norms: pre, post, sandwich (both), none
     bias: bool = False
     activation: str = "silu"
-    mlp: str = "gated"  # plain, gated (two weights), chunked (one weight in halves), interleaved (its columns alternate)
+    mlp: str = (
+        "gated"  # plain, gated (two weights), chunked (one weight in halves), interleaved (its columns alternate)
+    )
     attention: str = "causal"  # none, full
     qkv: str = "separate"  # chunked, split, unbound: one weight
     kv_heads: int = 4

@@ -51,6 +51,11 @@ def launches(executor: Executor) -> list[Launch]:
     return [step for step in executor.plan.steps if isinstance(step, Launch)]
 
 
+def gains(executor: Executor) -> int:
+    """How many weights have a norm's gain multiplied into them."""
+    return sum(gain is not None for each in launches(executor) for _, gain in each.weights)
+
+
 def truth_of(entry: Entry, model: nn.Module) -> nn.Module:
     """The model with the very weights that it has now, in float64."""
     exact = entry.model(torch.float64)
@@ -92,6 +97,7 @@ def test_zoo(name: str, dtype: str) -> None:
     assert len(executors(model)) == 1, "another shape was compiled anew"
     if name in BLOCKS:
         check_structure(name, executors(model)[0])
+        assert gains(executors(model)[0]), "no norm was deferred"
     # Compilation is in place, and takes nothing: same names, same objects, same numbers.
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -165,17 +171,11 @@ def test_structure_sees_what_is_left_over() -> None:
 def test_strict_defers_nothing(by_reference: None) -> None:
     """Exact laws only: right as well, and no weight has a norm's gain multiplied into it."""
     entry = ZOO["llama"]
-    default, strict = entry.model(), entry.model()
-    codetta.compile(default)
-    codetta.compile(strict, options=codetta.Options(numerics="strict"))
-    for model in (default, strict):
-        check(model, entry.model(torch.float64), entry.example(2, 12), torch.float32)
-        check(model, entry.model(torch.float64), entry.example(3, 7), torch.float32)
-    gained = [
-        sum(gain is not None for each in launches(executors(model)[0]) for _, gain in each.weights)
-        for model in (default, strict)
-    ]
-    assert gained[0] and not gained[1], gained
+    model = entry.model()
+    codetta.compile(model, options=codetta.Options(numerics="strict"))
+    for batch, length in ((2, 12), (3, 7)):
+        check(model, truth_of(entry, model), entry.example(batch, length), torch.float32)
+    assert not gains(executors(model)[0])
 
 
 def test_fp16() -> None:
@@ -186,7 +186,7 @@ def test_fp16() -> None:
     exact = truth_of(entry, entry.model(torch.float16))
     check(model, exact, entry.example(2, 12, dtype=torch.float16), torch.float16)
     check(model, exact, entry.example(3, 7, dtype=torch.float16), torch.float16)
-    assert all(gain is None for each in launches(executors(model)[0]) for _, gain in each.weights)
+    assert not gains(executors(model)[0])
 
 
 # ---- weights that change -------------------------------------------------------------------------------------------
@@ -253,14 +253,13 @@ def test_changed_weights(name: str, by_reference: None) -> None:
 
 
 def test_other_dtype_and_back(by_reference: None) -> None:
-    entry = ZOO["llama"]
-    model = entry.model()
-    codetta.compile(model)
-    check(model, truth_of(entry, model), entry.example(2, 6), torch.float32)
-    for dtype in (torch.bfloat16, torch.float32):
-        model.to(dtype)
-        check(model, truth_of(entry, model), entry.example(2, 6), dtype)
-    assert len(executors(model)) == 2, "one compilation for each type"
+    design = Design(bias=True, norm="layer")
+    model = codetta.compile(design.module(torch.float32))
+    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
+        exact = design.module(torch.float64)
+        exact.load_state_dict(model.to(dtype).state_dict())
+        check(model, exact, ((design.tokens(dtype),), {}), dtype)
+        assert len(executors(model)) == min(number + 1, 2), "one compilation for each type"
 
 
 # ---- lengths -------------------------------------------------------------------------------------------------------
@@ -314,19 +313,34 @@ def check_design(design: Design, dtype: torch.dtype = torch.float32) -> None:
     assert launches(executors(model)[0]), "no program was made"
 
 
-@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate], suppress_health_check=list(HealthCheck))  # fmt: skip
-@given(designs())
-def test_random_module(design: Design) -> None:
+def _some(examples: int) -> Any:
     """Shrinking would compile hundreds of modules: the design is printed as it was drawn."""
+    phases = [Phase.explicit, Phase.reuse, Phase.generate]
+    return settings(max_examples=examples, deadline=None, phases=phases, suppress_health_check=list(HealthCheck))
+
+
+@_some(17)
+@given(designs())
+def test_random_module(by_reference: None, design: Design) -> None:
     note(repr(design))
-    with torch.no_grad():
-        check_design(design)
+    check_design(design)
+
+
+@_some(8)
+@given(designs())
+def test_random_module_on_cpu(design: Design) -> None:
+    note(repr(design))
+    check_design(design)
 
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_norm_in_half_precision(norm: str, by_reference: None) -> None:
     """Casts in every order, where they mean something; a norm in front of a product and one behind a sum."""
     check_design(Design(norm=norm, attention="none", bias=True, hidden=64, length=9), torch.bfloat16)
+
+
+# A variance by hand reduces what is known only behind its program.
+NOT_DEFERRED = ("layer_deviation", "layer_std")
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -338,7 +352,8 @@ def test_norm_is_deferred(norm: str, by_reference: None) -> None:
     steps = executors(model)[0].plan.steps
     at = [number for number, step in enumerate(steps) if isinstance(step, Launch)]
     assert len(at) == 4  # stem, up, down, head
-    assert not [step for step in steps[at[0] : at[-1]] if not isinstance(step, Launch | Present)]
+    left = [step for step in steps[at[0] : at[-1]] if not isinstance(step, Launch | Present)]
+    assert not left or norm in NOT_DEFERRED, left
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

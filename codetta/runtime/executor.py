@@ -16,11 +16,13 @@ from torch import Tensor, fx
 from codetta import compiler
 from codetta.capture import Graph, Leaf
 from codetta.capture.kinds import is_attention, is_view
+from codetta.capture.masks import mask_argument, mask_of
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply, compute_dtype
-from codetta.partition import Launch, Plan, Present, Region, Run, Source
+from codetta.partition import Launch, Mask, Plan, Present, Region, Run, Source
 from codetta.program import Program
+from codetta.runtime.attention import Attention, SizedMask
 from codetta.runtime.bind import Binding, bind_operand, bind_output, matrix
 from codetta.stat import Stat
 
@@ -184,6 +186,8 @@ class _Writer:
                     self.lines.append(f"{self.variable(step.target)} = {self._present(step)}")
                 case Run():
                     self.lines.append(f"{self.variable(step.target)} = {self._run(step.target)}")
+                case Mask():
+                    self._mask(step)
                 case Region() if self.compile_region is not None:
                     self._region(step)
                 case Region():
@@ -246,11 +250,28 @@ class _Writer:
         args = [self.spell(arg) for arg in each.args]
         if packet in (aten.view, aten._unsafe_view):
             return f"{args[0]}.reshape({args[1]})"  # what a program stored may lie otherwise in memory
+        mask = mask_of(each)
+        if mask is not None:
+            position = mask_argument(each)
+            rest = tuple(None if arg is mask else arg for arg in each.args[3:])
+            named = {key: arg for key, arg in each.kwargs.items() if arg is not mask}
+            call = Attention(target, rest, named, position)  # type: ignore[arg-type]
+            return f"{self.object(call)}({', '.join(args[:3])}, {self.variable(mask)})"
         kwargs = [f"{key}={self.spell(arg)}" for key, arg in each.kwargs.items()]
         return f"{self.object(target)}({', '.join(args + kwargs)})"
 
+    def _mask(self, step: Mask) -> None:
+        made = SizedMask(self._module(step.makes))
+        sizes = ", ".join(self.variable(each) for each in step.makes.inputs)
+        self.lines.append(f"{self.variable(step.target)} = {self.object(made)}({sizes})")
+
     def _region(self, step: Region) -> None:
         """The region as a graph of its own, for a compiler that fuses what programs do not cover."""
+        results = ", ".join(self.variable(each) for each in step.outputs)
+        arguments = ", ".join(self._expected(each) for each in step.inputs)
+        self.lines.append(f"{results}, = {self.object(self._module(step))}({arguments})")
+
+    def _module(self, step: Region) -> Callable[..., Any]:
         graph = fx.Graph()
         inner: dict[fx.Node, fx.Node] = {}
         for each in step.inputs:
@@ -261,11 +282,8 @@ class _Writer:
             if each.target in (aten.view.default, aten._unsafe_view.default):
                 inner[each].target = aten.reshape.default  # what a program stored may lie otherwise in memory
         graph.output(tuple(inner[each] for each in step.outputs))
-        assert self.compile_region is not None
-        function = self.compile_region(fx.GraphModule(self.graph.nodes.owning_module or {}, graph))
-        results = ", ".join(self.variable(each) for each in step.outputs)
-        arguments = ", ".join(self._expected(each) for each in step.inputs)
-        self.lines.append(f"{results}, = {self.object(function)}({arguments})")
+        module = fx.GraphModule(self.graph.nodes.owning_module or {}, graph)
+        return self.compile_region(module) if self.compile_region is not None else module
 
     def _as_presented(self, each: fx.Node) -> Any:
         """What a region is compiled for: a program's results lie in memory as rows of a matrix, whatever the graph thought."""

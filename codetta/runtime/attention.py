@@ -1,0 +1,68 @@
+"""Attention as plans call it: the operator that the graph had, told what its mask is where the mask is made of sizes alone.
+
+A causal mask as a matrix costs a pass over it and hides from the kernel that half of the work need not be done. A mask that
+depends on sizes alone is looked at once for each size, and then never made again if it is one that kernels know by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CAUSAL, FULL = "causal", "full"
+
+
+@dataclass
+class SizedMask:
+    """Called with sizes: the mask itself, or its name if kernels know it by name."""
+
+    make: Callable[..., Any]
+    known: dict[tuple[int, ...], str | None] = field(default_factory=dict)
+
+    def __call__(self, *sizes: int) -> Tensor | str:
+        if sizes in self.known and (name := self.known[sizes]) is not None:
+            return name
+        (mask,) = self.make(*sizes)
+        if sizes not in self.known:
+            self.known[sizes] = name_of(mask)
+            return self.known[sizes] or mask
+        return mask
+
+
+def name_of(mask: Tensor) -> str | None:
+    """What the mask is called, if it is one of those that kernels know by name."""
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all()):
+        return None
+    if bool(allowed.all()):
+        return FULL
+    rows, cols = mask.shape[-2:]
+    if rows == cols and bool((allowed == torch.ones(rows, cols, dtype=torch.bool, device=mask.device).tril()).all()):
+        return CAUSAL
+    return None
+
+
+@dataclass
+class Attention:
+    """An attention operator whose mask may turn out to have a name."""
+
+    original: Callable[..., Any]
+    rest: tuple[Any, ...]  # arguments behind query, key and value
+    named: dict[str, Any]
+    position: int | None  # of the mask among the arguments; None: by name
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | str) -> Any:
+        if isinstance(mask, str):
+            causal = mask == CAUSAL and query.shape[-2] > 1
+            return (F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=self.named.get("scale")),)
+        rest, named = list(self.rest), dict(self.named)
+        if self.position is None:
+            named["attn_mask"] = mask
+        else:
+            rest[self.position - 3] = mask
+        return self.original(query, key, value, *rest, **named)
