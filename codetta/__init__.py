@@ -8,11 +8,13 @@ from codetta.dsl import (
     row_lse, row_max, row_moments, row_sum, rsqrt, sigmoid, silu, softcap, spread, sqrt, squared_relu, store, tanh, where,
 )  # fmt: skip
 from codetta.errors import ArgumentError, CodettaError, LoweringError, Reason, TraceError
+from codetta.explain import Report, explain
 from codetta.fused import fused_gemm_epilogue
 from codetta.integrations.dynamo import compile
 from codetta.options import Options
 from codetta.program import Program
 from codetta.stat import Stat
+from codetta.verify import Verdict, verify
 
 __version__ = "0.1.0"
 __all__ = [name for name in dir() if not name.startswith("_")]

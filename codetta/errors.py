@@ -35,6 +35,10 @@ class LoweringError(CodettaError, RuntimeError):
         self.reasons = reasons
 
 
+class CheckError(CodettaError, AssertionError):
+    """A program disagrees with the reference on the tensors of a call (CODETTA_CHECK=1)."""
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why a candidate is refused: the rule it breaks and, where there is one, a counter-example."""

@@ -11,7 +11,7 @@ are spelled, and in which order they cast, not what they mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -26,7 +26,7 @@ NORMS = (
     "rms_cast_before_weight", "rms_cast_after_weight", "rms_divided", "rms_eps_outside", "rms_power", "rms_sum", "rms_one_plus", "rms_bare",
     "rms_function", "rms_function_bare", "rms_module", "layer", "layer_no_bias", "layer_bare", "layer_by_hand", "layer_deviation", "layer_std",
 )  # fmt: skip
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -150,7 +150,9 @@ class Model(nn.Module):
             for layer in self.layers[1:]:
                 for name, module in layer.named_modules():
                     if isinstance(module, nn.Linear):
-                        module.weight = self.layers[0].get_submodule(name).weight
+                        first = self.layers[0].get_submodule(name)
+                        assert isinstance(first, nn.Linear)
+                        module.weight = first.weight
         self.norm = Norm(design.norm, hidden)
         self.head = nn.Linear(hidden, 2 * hidden, bias=design.bias) if design.head else nn.Identity()
 

@@ -173,7 +173,17 @@ class At:
 
     def elementwise(self, meaning: Callable[..., dsl.Value], args: Sequence[Any]) -> Value:
         values, dims = self.meet(args)
-        return Value(join_rises(meaning(*values).node, self.cut_table), dims)
+        plain = meaning(*values).node
+        value = join_rises(plain, self.cut_table)
+        if value is not plain:
+            self.fired("join_rises")
+        return Value(value, dims)
+
+    def fired(self, law: str) -> None:
+        """Remember that a law was applied here."""
+        laws = self.graph.fired.setdefault(self.fx, [])
+        if law not in laws:
+            laws.append(law)
 
     def cut_table(self, table: Node, frame: Frame) -> Node | None:
         """A part of a table that repeats with the very blocks that are taken apart."""

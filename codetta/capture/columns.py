@@ -127,6 +127,7 @@ def cut(op: At, value: Value, at: int, start: int, stop: int, step: int = 1) -> 
     if factor is columns[0] and only_cut(op.fx.args[0]):
         narrowed = narrow(op, value.node, start * inner, stop * inner)
         if narrowed is not None:
+            op.fired("cut_commutes")
             return Value(narrowed, dims)
     unit = math.gcd(start, length, factor.size)
     pieces = dsl.parts(dsl.Value(value.node), factor.size // unit, factor.size * inner)

@@ -56,6 +56,7 @@ class Graph:
     leaves: dict[str, Leaf] = field(default_factory=dict)
     weights: dict[str, Weight] = field(default_factory=dict)
     constant: set[fx.Node] = field(default_factory=set)  # computed from parameters alone
+    fired: dict[fx.Node, list[str]] = field(default_factory=dict)  # laws, by the operator that they were applied to
     origin: dict[Node, fx.Node] = field(default_factory=dict)  # of products
     dtypes: dict[Node, torch.dtype] = field(default_factory=dict)  # in which the graph holds a value
     refusals: dict[fx.Node, Reason] = field(default_factory=dict)

@@ -47,7 +47,10 @@ def lawful(op: At, product: Node) -> Node:
     """The product after the laws; its left operand must be something that exists."""
     changed = product
     for law in op.laws:
-        changed = law(changed) or changed
+        new = law(changed)
+        if new is not None:
+            changed = new
+            op.fired(law.__name__)
     inner = next(each for each in topological([changed])[::-1] if each.op == "product")
     base = inner.args[0]
     if op.graph.placement.is_late(base):

@@ -22,14 +22,17 @@ from codetta.runtime.executor import Executor
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 
-def compile(model: Compiled, *, options: Options | None = None, dynamic: bool | None = True) -> Compiled:
+def compile(
+    model: Compiled, *, options: Options | None = None, dynamic: bool | None = True, backend: Backend | None = None
+) -> Compiled:
     """The model, rewritten: same module, same parameters, same answers; calls go through GEMM-epilogue programs.
 
     dynamic: sizes of inputs are symbols, so that one compilation serves every batch and length; False fixes them.
+    backend: one that remembers what it made, for those who want to look at it.
     """
     if not callable(model):
         raise ArgumentError("model", f"is a {type(model).__name__}", "pass an nn.Module or a function of tensors")
-    backend = Backend(options or Options())
+    backend = backend or Backend(options or Options())
     if isinstance(model, nn.Module):
         model.compile(backend=backend, dynamic=dynamic)
         model._compiled_call_impl = _numbers_fixed(model._compiled_call_impl)

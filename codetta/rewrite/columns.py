@@ -84,8 +84,8 @@ def _part_of(value: Node, frame: Frame, cols: int, cut_table: Callable[[Node, Fr
         return value.args[frame.index]
     if value.op == "load" and value.attr("period"):
         return cut_table(value, frame)
-    if value.op != "load" and OPS[value.op].shape == "elementwise":
-        # Down to the leaves, so that tables among them are cut as well.
+    if OPS[value.op].shape == "elementwise" and any(each.attr("period") for each in topological([value])):
+        # Down to the leaves, so that the tables among them are cut as well.
         args = [_part_of(arg, frame, cols, cut_table) for arg in value.args]
         found = [arg for arg in args if arg is not None]
         return rebuilt(value, tuple(found)) if len(found) == len(args) else None

@@ -7,6 +7,7 @@ and again whenever one of those parameters has changed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from codetta import compiler
 from codetta.capture import Graph, Leaf
 from codetta.capture.kinds import is_attention, is_view
 from codetta.capture.masks import mask_argument, mask_of
+from codetta.errors import CheckError
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply, compute_dtype
@@ -153,7 +155,31 @@ def launch(program: Program, a: Tensor, b: Sequence[Tensor], values: dict[str, T
     outputs = {each.name: bind_output(each, None, rows, samples, a.device) for each in program.stores}
     binding = Binding(rows, samples, 1, (rows,), a, tuple(b), bound, outputs)
     results = compiler.run(program, binding)
+    if os.environ.get("CODETTA_CHECK", "0") not in ("", "0"):
+        check(program, binding, results)
     return [results[name] for name in program.outputs]
+
+
+def check(program: Program, binding: Binding, results: dict[str, Tensor | Stat]) -> None:
+    """CODETTA_CHECK=1: hold a program to the reference on the tensors at hand; the first that disagrees is named."""
+    from codetta.backends import reference
+
+    got = {name: _finished(value) for name, value in results.items()}
+    truth = reference.run(program, binding, precise=True)
+    plain = reference.run(program, binding, separate=True)
+    for name in program.outputs:
+        for mine, exact, usual in zip(got[name], _finished(truth[name]), _finished(plain[name]), strict=True):
+            scale = exact.double().norm().clamp_min(1e-30)
+            error, theirs = ((each.double() - exact.double()).norm() / scale for each in (mine, usual))
+            if not error <= 2 * theirs + 1e-3:
+                raise CheckError(
+                    f"{program.name}: output {name} is off by {error:.2e} where separate kernels are by {theirs:.2e}\n{program}"
+                )
+
+
+def _finished(value: Tensor | Stat) -> tuple[Tensor, ...]:
+    done = value.finish() if isinstance(value, Stat) else value.clone()
+    return done if isinstance(done, tuple) else (done,)
 
 
 class _Writer:

@@ -1,0 +1,228 @@
+"""Explain: what became of a model. Programs with their equations, laws that were applied, calls, what was left over and why.
+
+Counts, not measurements: a kernel for each operator that is no view before, and for each program, call and region after;
+each tensor once for each kernel that reads or writes it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from codetta.capture.kinds import is_attention, is_view
+from codetta.errors import ArgumentError
+from codetta.integrations.dynamo import Backend, compile
+from codetta.ir.show import equations
+from codetta.options import Options
+from codetta.partition import Launch, Mask, Plan, Region, Run
+from codetta.plan.cost import bytes_moved, flops
+from codetta.program import Program
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    name: str
+    where: str  # the module that the first product belongs to
+    products: list[list[int]]  # N, K of each
+    rows: int
+    equations: list[str]
+    laws: list[str]
+    bytes: int
+    flops: int
+
+
+@dataclass
+class Report:
+    """What `explain` found, over all graphs of the model."""
+
+    programs: list[ProgramReport] = field(default_factory=list)
+    calls: list[dict[str, str]] = field(default_factory=list)
+    leftover_ops: list[dict[str, Any]] = field(default_factory=list)
+    launches_before: int = 0
+    launches_after: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+    refusals: list[dict[str, str]] = field(default_factory=list)
+    graphs: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = []
+        for where, programs in _by_block(self.programs).items():
+            calls = sum(call["where"].startswith(where) for call in self.calls) if where else 0
+            lines.append(f"{where or 'the rest'}: {len(programs)} programs, {calls} attention calls")
+            for program in programs:
+                shape = " + ".join(f"{n}" for n, _ in program.products)
+                lines.append(
+                    f"  {program.name}  {program.rows} x ({shape}) x {program.products[0][1]}  {program.where}"
+                )
+                lines += [f"      {line}" for line in program.equations]
+                if program.laws:
+                    lines.append(f"      by {', '.join(program.laws)}")
+        if self.leftover_ops:
+            lines.append("left over:")
+            lines += [f"  {each['count']:4d} x {each['op']}  {each['reason']}" for each in self.leftover_ops]
+        lines.append(f"kernels: {self.launches_before} -> {self.launches_after}")
+        lines.append(f"bytes moved: {_size(self.bytes_before)} -> {_size(self.bytes_after)}")
+        return "\n".join(lines)
+
+
+def explain(model: Any, *inputs: Any, options: Options | None = None, **named: Any) -> Report:
+    """The report of a call `model(*inputs, **named)`; the model may be compiled already or not, and stays as it is."""
+    if not callable(model):
+        raise ArgumentError("model", f"is a {type(model).__name__}", "pass an nn.Module or a function of tensors")
+    known = getattr(model, "_codetta", None)
+    options = options or (known.options if isinstance(known, Backend) else Options())
+    backend = Backend(options)
+    target: Any = model
+    if isinstance(model, nn.Module):
+        target = copy.copy(model)
+        target._compiled_call_impl = None
+    compiled = compile(target, options=options, backend=backend)
+    with torch.no_grad():
+        compiled(*inputs, **named)
+    report = Report(graphs=len(backend.executors))
+    for executor in backend.executors:
+        _add(report, executor.plan)
+    return report
+
+
+def _add(report: Report, plan: Plan) -> None:
+    nodes = [each for each in plan.graph.nodes.nodes if each.op == "call_function"]
+    before = [each for each in nodes if not is_view(each)]
+    report.launches_before += len(before)
+    report.bytes_before += sum(_bytes([*each.all_input_nodes, each]) for each in before)
+    left: Counter[tuple[str, str]] = Counter()
+    for step in plan.steps:
+        match step:
+            case Launch():
+                program = _program(plan, step)
+                report.programs.append(program)
+                report.launches_after += 1
+                report.bytes_after += program.bytes
+            case Run() if is_attention(step.target):
+                report.calls.append({"op": _op(step.target), "where": _where(step.target)})
+                report.launches_after += 1
+                report.bytes_after += _bytes([*step.target.all_input_nodes, step.target])
+            case Run() if not is_view(step.target):
+                left[_op(step.target), _reason(plan, step.target)] += 1
+                report.launches_after += 1
+                report.bytes_after += _bytes([*step.target.all_input_nodes, step.target])
+            case Region():
+                left.update((_op(each), _reason(plan, each)) for each in step.nodes if not is_view(each))
+                report.launches_after += 1
+                report.bytes_after += _bytes([*step.inputs, *step.outputs])
+            case Mask():
+                left["mask", "made of sizes alone: once for each size"] += 1
+    report.leftover_ops += [{"op": op, "count": n, "reason": reason} for (op, reason), n in left.items()]
+    for each, reason in plan.graph.refusals.items():
+        report.refusals.append({"op": _op(each), "where": _where(each), "reason": str(reason)})
+
+
+def _program(plan: Plan, step: Launch) -> ProgramReport:
+    program, graph = step.program, plan.graph
+    origins = [graph.origin[product] for product in graph.placement.groups[step.number].products]
+    laws = [law for each in origins for law in graph.fired.get(each, [])]
+    reached = {value for value, _ in step.stores.values()}
+    for each, value in graph.values.items():
+        if value.node in reached:
+            laws += graph.fired.get(each, [])
+    if len(program.products) > 1:
+        laws.append("products_merge")
+    if program.sinks:
+        laws.append("statistic_splits")
+    rows = _number(origins[0].meta["val"].shape[0])
+    return ProgramReport(
+        program.name,
+        _where(origins[0]),
+        [[product.cols, program.k] for product in program.products],
+        rows,
+        _equations(program),
+        list(dict.fromkeys(laws)),
+        bytes_moved(program, rows),
+        flops(program, rows),
+    )
+
+
+def _equations(program: Program) -> list[str]:
+    roots = {}
+    for store in program.stores:
+        for number, piece in enumerate(store.pieces):
+            roots[store.name + (f".{number}" if len(store.pieces) > 1 else "")] = piece.value
+    for sink in program.sinks:
+        for number, value in enumerate(sink.values):
+            roots[f"{sink.name}{f'.{number}' if number else ''} = {sink.op}"] = value
+    return equations(roots)
+
+
+def _reason(plan: Plan, each: fx.Node) -> str:
+    if each in plan.graph.refusals:
+        return str(plan.graph.refusals[each])
+    if any(arg in plan.graph.refusals for arg in each.all_input_nodes):
+        return "reads what was left over"
+    return "no product before it" if each not in plan.graph.values else "known too late for the program that makes it"
+
+
+def _op(each: fx.Node) -> str:
+    target = each.target
+    return (
+        str(target.overloadpacket)
+        if isinstance(target, torch._ops.OpOverload)
+        else getattr(target, "__name__", str(target))
+    )
+
+
+def _where(each: fx.Node) -> str:
+    """The path of the module that the operator comes from."""
+    stack = each.meta.get("nn_module_stack") or {}
+    path = [str(name) for name, _ in stack.values()]
+    return _plain(path[-1]) if path else ""
+
+
+def _plain(path: str) -> str:
+    for old, new in (("L['self'].", ""), ("L['self']", ""), ("_modules['", ""), ("']", ""), ("[", "."), ("]", "")):
+        path = path.replace(old, new)
+    return path.replace("L.'fn.", "").strip(".")
+
+
+def _by_block(programs: Iterable[ProgramReport]) -> dict[str, list[ProgramReport]]:
+    """Programs by the numbered module that they belong to, such as layers.0."""
+    found: dict[str, list[ProgramReport]] = {}
+    for program in programs:
+        words = program.where.split(".")
+        numbered = next((at for at, word in enumerate(words) if word.isdigit()), None)
+        found.setdefault(".".join(words[: numbered + 1]) if numbered is not None else "", []).append(program)
+    return found
+
+
+def _bytes(nodes: Iterable[fx.Node]) -> int:
+    total = 0
+    for each in dict.fromkeys(nodes):
+        values = each.meta.get("val")
+        for value in values if isinstance(values, tuple | list) else [values]:
+            if isinstance(value, Tensor):
+                count = 1
+                for size in value.shape:
+                    count *= _number(size)
+                total += count * value.element_size()
+    return total
+
+
+def _number(size: Any) -> int:
+    """A size, for symbols the one that the graph was captured with."""
+    return size if isinstance(size, int) else int(size.node.hint or 1)
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count} B"
