@@ -1,4 +1,4 @@
-"""The command line: env, bench, tune, show, demo, cache.
+"""The command line: env, bench, tune, show, demo, cache; explain and verify are in cli_models.py.
 
 With --json the last line of stdout is one JSON object, and whatever is meant for people goes to stderr. This file
 formats; what it prints is computed elsewhere.
@@ -10,9 +10,6 @@ import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.syntax import Syntax
 from rich.table import Table
 
+from codetta import cli_models as models
 from codetta import compiler
 from codetta.bench import demo as demo_module
 from codetta.bench.kernels import NAMES
@@ -39,45 +37,20 @@ from codetta.bench.run import (
     versions,
 )
 from codetta.bench.samples import Sizes, library_names, sample
-from codetta.errors import ArgumentError, CodettaError
+from codetta.errors import ArgumentError
 from codetta.plan.target import TARGETS, device_target
 from codetta.runtime.cache import Cache, default_directory
+from codetta.terminal import Json, bar, finish, reported, screen
 
 app = typer.Typer(help="GEMM-epilogue programs: one matrix product and everything that follows it, in one kernel.", no_args_is_help=True, pretty_exceptions_enable=False)  # fmt: skip
 bench_app = typer.Typer(help="Measure, with the baselines in the same run.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+models.add_to(app)
 
-Json = Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout; the rest goes to stderr.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N; default: a GPU where there is one.")]
 Only = Annotated[list[str] | None, typer.Option(help="Only this program; may be repeated.")]
 SizesOption = Annotated[list[str] | None, typer.Option("--sizes", help="D,F of a model; may be repeated.")]
 Dtype = Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(DTYPES)}; may be repeated.")]
-
-
-def reported(command: Callable[..., None]) -> Callable[..., None]:
-    """Errors that Codetta raises on purpose are messages, not tracebacks."""
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except CodettaError as error:
-            Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
-            raise typer.Exit(2) from None
-
-    return run
-
-
-def screen(as_json: bool) -> Console:
-    """Where people read. Redirected output is not cut to a terminal's width."""
-    file = sys.stderr if as_json else sys.stdout
-    return Console(file=file, width=None if file.isatty() else 160)
-
-
-def finish(as_json: bool, value: Any) -> None:
-    if as_json:
-        sys.stdout.write(json.dumps(value) + "\n")
-        sys.stdout.flush()
 
 
 def pick_device(name: str) -> torch.device:
@@ -106,15 +79,6 @@ def parse_sizes(given: list[str] | None) -> tuple[tuple[int, int], ...]:
             )
         found.append((int(parts[0]), int(parts[1])))
     return tuple(found)
-
-
-@contextmanager
-def bar(console: Console, what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar; the function it yields counts one more and says what is next."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda text: progress.update(task, advance=1, description=text)
 
 
 # ---- env ---------------------------------------------------------------------------------------------------------

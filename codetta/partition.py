@@ -43,7 +43,6 @@ class Launch:
     operands: dict[str, Source]
     stores: dict[str, tuple[Node, torch.dtype]]
     sinks: dict[str, Node]
-    sizes: list[object] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -191,6 +190,7 @@ class _Partition:
         sources: dict[str, Source] = {}
         operands: dict[str, Operand] = {}
         written: dict[int, Node] = {}
+        products = self._products(group)
 
         def operand(source: Source, made: Operand, cols: int, part: str | None = None) -> Node:
             key = next((name for name, each in sources.items() if _same_source(each, source)), "")
@@ -209,7 +209,7 @@ class _Partition:
             if value.op == "const":
                 return value
             if value.op == "product" and place.group == group.number:
-                return acc_node(group.products.index(value), value.space.cols)
+                return acc_node(products.index(value), value.space.cols)
             if place.group == NOWHERE and not value.space.rows and _is_constant(value):
                 made = Operand("", torch.float32, "none", value.space.cols)
                 if value.op == "load" and value.attr("period"):
@@ -243,6 +243,12 @@ class _Partition:
             written[id(sink)] = node(sink.op, write(sink.args[0]))
         return self._left(group), sources, operands, written
 
+    def _products(self, group: Group) -> list[Node]:
+        """The group's products that somebody reads; others were cut, or only their parts are wanted."""
+        needs = self.needs[group.number]
+        wanted = set(topological([*(value for value, _ in needs.stores), *needs.sinks]))
+        return [product for product in group.products if product in wanted]
+
     def _left(self, group: Group) -> Source:
         base = group.base
         if base.op == "load":
@@ -257,11 +263,12 @@ class _Partition:
     def _launch(self, group: Group) -> Launch:
         a, sources, operands, written = self._sources(group)
         needs = self.needs[group.number]
+        used = self._products(group)
         products = []
-        for product in group.products:
+        for product in used:
             weight = self.graph.weights[product.attr("weight")]
             products.append(Product(product.space.cols, group.dtype, "kn" if weight.transposed else "nk"))
-        k = _depth(self.graph, group.products[0].attr("weight"))
+        k = _depth(self.graph, used[0].attr("weight"))
         stores = [
             Store(name, (Piece(written[id(value)]),), dtype, value.space.cols)
             for (value, dtype), name in needs.stores.items()
@@ -275,13 +282,13 @@ class _Partition:
             )  # fmt: skip
         except TraceError as error:
             raise PartitionError(group, Reason("program", str(error))) from None
-        used = {each.name for each in program.operands}
+        read = {each.name for each in program.operands}
         return Launch(
             group.number,
             program,
             a,
-            [(product.attr("weight"), product.attr("gain")) for product in group.products],
-            {name: source for name, source in sources.items() if name in used},
+            [(product.attr("weight"), product.attr("gain")) for product in used],
+            {name: source for name, source in sources.items() if name in read},
             {name: (value, dtype) for (value, dtype), name in needs.stores.items()},
             {name: sink for sink, name in needs.sinks.items()},
         )

@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("runtime", ["codetta.runtime"]),
     ("integrations", ["codetta.integrations"]),
     ("package", ["codetta"]),  # its __init__ names what users see; so do explain and bench
-    ("cli", ["codetta.cli", "codetta.__main__"]),
+    ("cli", ["codetta.terminal", "codetta.cli_models", "codetta.cli", "codetta.__main__"]),
 ]
 # The language describes programs and knows no tile, device or tensor of a call, though it comes after some of them.
 FORBIDDEN = {"codetta.dsl": ("codetta.plan", "codetta.backends", "codetta.runtime", "codetta.stat")}
