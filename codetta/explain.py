@@ -7,6 +7,7 @@ each tensor once for each kernel that reads or writes it.
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -188,9 +189,9 @@ def _where(each: fx.Node) -> str:
 
 
 def _plain(path: str) -> str:
-    for old, new in (("L['self'].", ""), ("L['self']", ""), ("_modules['", ""), ("']", ""), ("[", "."), ("]", "")):
-        path = path.replace(old, new)
-    return path.replace("L.'fn.", "").strip(".")
+    """L['self']._modules['layers']['0'].mlp, as Dynamo spells it -> layers.0.mlp"""
+    path = re.sub(r"^L\['\w+'\]", "", path).replace("_modules", "")
+    return ".".join(word for word in re.split(r"[\[\]'\".]+", path) if word)
 
 
 def _by_block(programs: Iterable[ProgramReport]) -> dict[str, list[ProgramReport]]:

@@ -14,7 +14,7 @@ from torch import fx
 
 from codetta.capture import Graph, Value
 from codetta.capture.kinds import is_attention, is_view
-from codetta.capture.masks import made_of_sizes, mask_of
+from codetta.capture.masks import made_of_sizes, mask_has_a_name
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import is_sink
@@ -160,7 +160,7 @@ class _Partition:
             self._need_stored(value.node, each.meta["val"].dtype)
             return
         self.tensors[each] = "run"
-        mask = mask_of(each)
+        mask = mask_has_a_name(each)
         self.pending += [arg for arg in each.all_input_nodes if arg is not mask]
 
     def _storable(self, value: Node) -> bool:
@@ -318,7 +318,7 @@ class _Partition:
         assert isinstance(item, fx.Node)
         if self.tensors.get(item) == "stored":
             return [self.places[self.values[item].node].group]
-        mask = mask_of(item)
+        mask = mask_has_a_name(item)
         if mask is None:
             return list(item.all_input_nodes)
         return [*(each for each in item.all_input_nodes if each is not mask), self._mask(mask)]

@@ -59,7 +59,7 @@ class Placement:
 
     def _find(self, value: Node) -> Place:
         if value.op == "product":
-            return Place(self._group(value).number)
+            return Place(self.products_merge(value).number)
         if not value.args or value.op == "vector":
             return Place(NOWHERE)
         args = [self.places[arg] for arg in value.args]
@@ -73,7 +73,12 @@ class Placement:
         leaves = [self.made_by(arg.attr("name")) for arg in value.args if arg.op == "load"]
         return Place(group, late=group in behind or any(made >= group for made in leaves))
 
-    def _group(self, product: Node) -> Group:
+    def products_merge(self, product: Node) -> Group:
+        """x W1, x W2, x W3  ->  one program with the accumulators x W1, x W2, x W3
+
+        Exact. Queries, keys and values, or gate and up, read their rows once, whether they are one weight or several. Only
+        products that follow each other in the graph: what comes between them might be needed by one and need the other.
+        """
         dtype, base = product.attr("dtype"), product.args[0]
         last = self.groups[-1] if self.groups else None
         if last is None or last.base is not base or last.dtype != dtype:

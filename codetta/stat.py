@@ -17,7 +17,11 @@ FIELDS = {"sum": 1, "max": 1, "moments": 2, "lse": 2}
 
 @dataclass(frozen=True)
 class Stat:
-    """Partials (fields, tiles, length) of a reduction over `total` elements, `width` of them to a tile."""
+    """Σ over a row  ->  Σ over tiles of the tiles' sums, finished by whoever reads it
+
+    Reassociates, in a fixed order. Partials (fields, tiles, length) of a reduction over `total` elements, `width` of them to
+    a tile. Means and variances travel as (mean, squared deviations) and merge by Chan's formula.
+    """
 
     partials: Tensor
     how: str

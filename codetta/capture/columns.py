@@ -61,7 +61,11 @@ def to_copy(op: At) -> Value:
 
 
 def expand(op: At) -> Value:
-    """Columns repeated between others (heads shared by several queries) are joined; rows cannot be."""
+    """x repeated between its columns  ->  join(x, x, ...)
+
+    Exact. Keys and values that several queries share are stored once for each by the program that makes them. Refuses repeated
+    rows.
+    """
     value, wanted = op.operand(), shape(op.fx)
     have = views.shape_of(value.dims)
     if len(have) != len(wanted):
@@ -125,7 +129,7 @@ def cut(op: At, value: Value, at: int, start: int, stop: int, step: int = 1) -> 
         return Value(dsl.parts(dsl.Value(value.node), step, step)[start].node, dims)
     # Where the whole is read as well, its columns must stay together.
     if factor is columns[0] and only_cut(op.fx.args[0]):
-        narrowed = narrow(op, value.node, start * inner, stop * inner)
+        narrowed = cut_commutes(op, value.node, start * inner, stop * inner)
         if narrowed is not None:
             op.fired("cut_commutes")
             return Value(narrowed, dims)
@@ -147,8 +151,12 @@ def only_cut(source: Any) -> bool:
     return True
 
 
-def narrow(op: At, value: Node, start: int, stop: int) -> Node | None:
-    """Columns start to stop of the whole value, taken by cutting the weights: none of the others is computed."""
+def cut_commutes(op: At, value: Node, start: int, stop: int) -> Node | None:
+    """(x W + b)[columns from i to j]  ->  x W[i to j] + b[i to j]
+
+    Exact. A weight that holds queries, keys and values, or gate and up, is read as several: views of its rows, no copies. Refuses
+    (None) values that regroup columns, and values that are read as a whole as well.
+    """
     if not value.space.cols:
         return value
     attrs: dict[str, Any] = dict(value.attrs)
@@ -169,7 +177,7 @@ def narrow(op: At, value: Node, start: int, stop: int) -> Node | None:
         case "const":
             return value
     if value.args and value.op in _ELEMENTWISE:
-        args = [narrow(op, arg, start, stop) for arg in value.args]
+        args = [cut_commutes(op, arg, start, stop) for arg in value.args]
         if all(arg is not None for arg in args):
             return node(value.op, *(arg for arg in args if arg is not None), **attrs)
     return None

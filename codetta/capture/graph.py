@@ -15,7 +15,7 @@ from codetta.placement import Placement
 from codetta.program import Operand
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-Law = Callable[[Node], Node | None]
+Law = Callable[[Node, Callable[[Node], bool]], Node | None]  # of a product, and which values are late
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,13 @@ from codetta.capture.kinds import is_attention
 aten = torch.ops.aten
 
 
-def mask_of(attention: fx.Node) -> fx.Node | None:
-    """The mask of an attention operator, if it is made of sizes alone and only the operator's first result is used."""
+def mask_has_a_name(attention: fx.Node) -> fx.Node | None:
+    """attention(q, k, v, mask made of sizes alone)  ->  attention(q, k, v, causal)
+
+    Exact. The mask is made once for each size and looked at; if it is the causal triangle or allows everything, it is never made
+    again and the kernel is told its name. Refuses (None) masks into which a given tensor comes, dropout, and operators of which
+    more than the first result is used.
+    """
     if not is_attention(attention) or attention.kwargs.get("dropout_p", 0.0) != 0.0:
         return None
     mask = attention.kwargs.get("attn_mask")

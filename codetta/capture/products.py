@@ -47,7 +47,7 @@ def lawful(op: At, product: Node) -> Node:
     """The product after the laws; its left operand must be something that exists."""
     changed = product
     for law in op.laws:
-        new = law(changed)
+        new = law(changed, op.graph.placement.is_late)
         if new is not None:
             changed = new
             op.fired(law.__name__)

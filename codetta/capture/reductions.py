@@ -12,6 +12,7 @@ from codetta.capture.graph import CutError, RefusedError, Value
 from codetta.ir import view as views
 from codetta.ir.graph import Node, Space, node
 from codetta.ir.view import Dims
+from codetta.rewrite.statistic import variance_is_a_moment
 
 aten = torch.ops.aten
 
@@ -34,17 +35,23 @@ def reduced(op: At, value: Value, over: list[int], keep: bool, packet: Any) -> V
     if columns[-len(mine) :] != mine:
         raise RefusedError("reduces columns that are not the last ones")
     width = views.product(factor.size for factor in mine)
-    x = dsl.Value(early(op, value.node))
-    if len(mine) == len(columns):
-        result = dsl.row_max(x) if packet is aten.amax else dsl.row_sum(x)
+    whole = len(mine) == len(columns)
+    moment = variance_is_a_moment(value.node) if whole and packet is not aten.amax else None
+    if moment is not None:
+        op.fired("variance_is_a_moment")
+        total = moment
     else:
-        result = dsl.group_max(x, width) if packet is aten.amax else dsl.group_sum(x, width)
+        x = dsl.Value(early(op, value.node))
+        if whole:
+            total = (dsl.row_max(x) if packet is aten.amax else dsl.row_sum(x)).node
+        else:
+            total = (dsl.group_max(x, width) if packet is aten.amax else dsl.group_sum(x, width)).node
     # By a factor, even of one: a reduction of a whole row is not yet a number that others may compute with.
-    result = dsl.Value(node("mul", result.node, dsl.lift(1.0 / width if packet is aten.mean else 1.0).node))
+    result = node("mul", total, dsl.lift(1.0 / width if packet is aten.mean else 1.0).node)
     dims = tuple(() if at in over else dim for at, dim in enumerate(value.dims))
     if not keep:
         dims = tuple(dim for at, dim in enumerate(dims) if at not in over)
-    return Value(result.node, dims)
+    return Value(result, dims)
 
 
 def early(op: At, value: Node) -> Node:

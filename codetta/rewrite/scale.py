@@ -6,6 +6,7 @@ wait for it. Laws are about algebra: they do not know what a norm is called or h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,11 @@ from codetta.errors import Reason
 from codetta.ir.graph import Node, Space, node, topological
 
 ONE = node("const", space=Space(), value=1.0)
+Late = Callable[[Node], bool]
+
+
+def always(value: Node) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -26,17 +32,18 @@ class Affine:
     terms: tuple[tuple[Node | None, Node | None], ...] = ()
 
 
-def row_scale_commutes(product: Node) -> Node | None:
+def row_scale_commutes(product: Node, late: Late = always) -> Node | None:
     """(s ⊙ (x · g) + Σ f ⊗ v) W  ->  s ⊙ (x (g W)) + Σ f ⊗ (v W)
 
     Reassociates. s and f are numbers per row, g and v per column and made of parameters alone. A vector that is g itself
     is multiplied as (1 (g W)), the column sums of the very weight that the product uses, so that a large mean cancels
-    exactly. Refuses (None) where nothing per row is there to move, and for fp16, which cannot hold rows that are
+    exactly. `late` tells which values are known only behind the program that makes x: those are taken apart, others are x.
+    Refuses (None) where nothing per row is there to move, and for fp16, which cannot hold rows that are
     not normalised yet.
     """
-    if product.op != "product" or why_not_defer(product):
+    if product.op != "product" or why_not_defer(product, late):
         return None
-    affine = affine_form(product.args[0])
+    affine = affine_form(product.args[0], late)
     attrs = dict(product.attrs)
     if affine.gain is not None:
         attrs["gain"] = affine.gain
@@ -53,9 +60,9 @@ def row_scale_commutes(product: Node) -> Node | None:
     return result
 
 
-def why_not_defer(product: Node) -> list[Reason]:
+def why_not_defer(product: Node, late: Late = always) -> list[Reason]:
     """Why the law does not apply to the product; empty if it does."""
-    affine = affine_form(product.args[0])
+    affine = affine_form(product.args[0], late)
     moved = [affine.scale, *(factor for factor, _ in affine.terms)]
     if not any(each is not None and _per_row(each) for each in moved):
         return [Reason("row_scale_commutes", "nothing per row to move")]
@@ -64,33 +71,35 @@ def why_not_defer(product: Node) -> list[Reason]:
     return []
 
 
-def affine_form(value: Node) -> Affine:
-    """The value as an affine function of the deepest node that rows and columns only scale and shift."""
+def affine_form(value: Node, late: Late = always) -> Affine:
+    """The value as an affine function of the first node below it that is not late, or that rows and columns do more to."""
+    if not late(value):
+        return Affine(value)
     match value.op:
         case "mul":
             for x, y in (value.args, value.args[::-1]):
                 if not y.space.cols:
-                    return _scaled(affine_form(x), y)
+                    return _scaled(affine_form(x, late), y)
                 if _constant(y) and not y.space.rows:
-                    return _gained(affine_form(x), y)
+                    return _gained(affine_form(x, late), y)
         case "div":
             x, y = value.args
             if not y.space.cols:
-                return _scaled(affine_form(x), node("div", ONE, y))
+                return _scaled(affine_form(x, late), node("div", ONE, y))
             if _constant(y) and not y.space.rows:
-                return _gained(affine_form(x), node("div", ONE, y))
+                return _gained(affine_form(x, late), node("div", ONE, y))
         case "neg":
-            return _scaled(affine_form(value.args[0]), node("const", space=Space(), value=-1.0))
+            return _scaled(affine_form(value.args[0], late), node("const", space=Space(), value=-1.0))
         case "add":
             for x, y in (value.args, value.args[::-1]):
                 if _shifts(y):
-                    return _shifted(affine_form(x), y)
+                    return _shifted(affine_form(x, late), y)
         case "sub":
             x, y = value.args
             if _shifts(y):
-                return _shifted(affine_form(x), node("neg", y))
+                return _shifted(affine_form(x, late), node("neg", y))
             if _shifts(x):
-                return _shifted(_scaled(affine_form(y), node("const", space=Space(), value=-1.0)), x)
+                return _shifted(_scaled(affine_form(y, late), node("const", space=Space(), value=-1.0)), x)
     return Affine(value)
 
 

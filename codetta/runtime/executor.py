@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from codetta import compiler
 from codetta.capture import Graph, Leaf
 from codetta.capture.kinds import is_attention, is_view
-from codetta.capture.masks import mask_argument, mask_of
+from codetta.capture.masks import mask_argument, mask_has_a_name
 from codetta.errors import CheckError
 from codetta.ir import view as views
 from codetta.ir.graph import Node
@@ -276,7 +276,7 @@ class _Writer:
         args = [self.spell(arg) for arg in each.args]
         if packet in (aten.view, aten._unsafe_view):
             return f"{args[0]}.reshape({args[1]})"  # what a program stored may lie otherwise in memory
-        mask = mask_of(each)
+        mask = mask_has_a_name(each)
         if mask is not None:
             position = mask_argument(each)
             rest = tuple(None if arg is mask else arg for arg in each.args[3:])

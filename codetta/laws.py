@@ -1,0 +1,54 @@
+"""The laws: one list of everything that is rewritten, read off the functions that do it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from codetta.capture.columns import cut_commutes, expand
+from codetta.capture.masks import mask_has_a_name
+from codetta.placement import Placement
+from codetta.rewrite.columns import join_rises, part_sinks_to_leaves
+from codetta.rewrite.scale import row_scale_commutes
+from codetta.rewrite.statistic import variance_is_a_moment
+from codetta.stat import Stat
+
+NUMERICS = ("Exact", "Reassociates")
+
+
+@dataclass(frozen=True)
+class Law:
+    """before -> after, its numeric class, and what there is to say about it."""
+
+    name: str
+    before: str
+    after: str
+    numerics: str
+    text: str
+    place: str  # where it is written
+
+
+def laws() -> list[Law]:
+    """Every law, in the order in which a graph meets them."""
+    return [
+        _law("row_scale_commutes", row_scale_commutes),
+        _law("products_merge", Placement.products_merge),
+        _law("cut_commutes", cut_commutes),
+        _law("statistic_splits", Stat),
+        _law("variance_is_a_moment", variance_is_a_moment),
+        _law("join_rises", join_rises),
+        _law("repeat_joins", expand),
+        _law("part_sinks_to_leaves", part_sinks_to_leaves),
+        _law("mask_has_a_name", mask_has_a_name),
+    ]
+
+
+def _law(name: str, what: Any) -> Law:
+    """Read off the docstring: `before -> after`, then a paragraph that begins with the numeric class."""
+    first, _, rest = inspect.cleandoc(what.__doc__ or "").partition("\n")
+    before, arrow, after = first.partition("->")
+    text = " ".join(rest.split())
+    numerics = text.split(".")[0].split(",")[0]
+    assert arrow and numerics in NUMERICS, f"{name}: its docstring gives no law"
+    return Law(name, before.strip(), after.strip().rstrip("."), numerics, text, what.__module__)
