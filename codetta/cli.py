@@ -210,6 +210,9 @@ def kernels(
 def block(
     tokens: Annotated[int, typer.Option(help="Tokens; default 16384 on a GPU, 512 on a CPU.")] = 0,
     sizes: SizesOption = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A whole model's prefill too: llama-3.2-1b, llama-7b; may be repeated.")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be repeated.")] = None,
     device: Device = "",
     rounds: Annotated[int, typer.Option(help="Rounds of measurements; more is calmer.")] = 3,
@@ -218,11 +221,17 @@ def block(
 ) -> None:
     """A Transformer block without its attention, compiled: against eager, torch.compile and the bare products."""
     from codetta.bench.block import IMPLEMENTATIONS, BlockBench, run_block
+    from codetta.bench.prefill import measure_prefill
 
     bench = BlockBench(pick_device(device), tokens, parse_sizes(sizes), tuple(only or IMPLEMENTATIONS), rounds)
     console = screen(as_json)
-    with bar(console, "ceilings", len(bench.jobs()) * len(bench.implementations)) as advance:
+    total = (len(bench.jobs()) + len(model or [])) * len(bench.implementations)
+    with bar(console, "ceilings", total) as advance:
         record = run_block(bench, "codetta " + " ".join(sys.argv[1:]), lambda row: advance(f"D {row['D']}"))
+        for name in model or []:
+            record.rows += measure_prefill(
+                name, bench.device, implementations=bench.implementations, on_row=lambda row: advance(row["model"])
+            )
     console.print(block_table(record))
     if out is not None:
         record.append_to(out)
@@ -232,20 +241,22 @@ def block(
 def block_table(record: Record) -> Table:
     table = Table(title=f"{record.device}, {record.date}", caption="ms; x: how many times faster ours is")
     names = list(dict.fromkeys(row["impl"] for row in record.rows))
-    for name in ("D", "F", "tokens"):
-        table.add_column(name, justify="right")
+    table.add_column("what")
+    table.add_column("tokens", justify="right")
     for name in names:
         table.add_column(name, justify="right")
         if name != "codetta":
             table.add_column("x", justify="right")
-    shapes = dict.fromkeys((row["D"], row["F"], row["tokens"]) for row in record.rows)
-    for d, f, tokens in shapes:
-        times = {row["impl"]: row["ms"] for row in record.rows if (row["D"], row["F"]) == (d, f)}
-        cells = [str(d), str(f), str(tokens)]
+    works: dict[tuple[str, int], dict[str, float]] = {}
+    for row in record.rows:
+        what = row.get("model") or f"block {row['D']}, {row['F']}"
+        works.setdefault((what, row["tokens"]), {})[row["impl"]] = row["ms"]
+    for (what, count), times in works.items():
+        cells = [what, str(count)]
         for name in names:
-            cells.append(f"{times[name]:.3f}")
+            cells.append(f"{times[name]:.3f}" if name in times else "-")
             if name != "codetta":
-                cells.append(_ratio(times[name] / times["codetta"]) if "codetta" in times else "-")
+                cells.append(_ratio(times[name] / times["codetta"]) if {name, "codetta"} <= set(times) else "-")
         table.add_row(*cells)
     return table
 

@@ -132,9 +132,14 @@ def measure_block(bench: BlockBench, d: int, f: int) -> list[Row]:
 
 
 def contestants(
-    model: nn.Module, inputs: tuple[Any, ...], names: tuple[str, ...], gemms: Callable[[], object] | None = None
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    names: tuple[str, ...],
+    gemms: Callable[[], object] | None = None,
+    named: dict[str, Any] | None = None,
 ) -> dict[str, Callable[[], object]]:
     """The same module, plain and compiled by each; the parameters are shared."""
+    named = named or {}
     made: dict[str, Callable[[], object]] = {}
     for name in names:
         if name == "gemm-only":
@@ -148,7 +153,7 @@ def contestants(
             call = torch.compile(model, dynamic=False, mode="max-autotune-no-cudagraphs")
         elif name == "codetta":
             call = codetta.compile(copy.copy(model))
-        made[name] = lambda call=call: call(*inputs)  # type: ignore[misc]
+        made[name] = lambda call=call: call(*inputs, **named)  # type: ignore[misc]
     return made
 
 

@@ -28,6 +28,8 @@ def product(op: At) -> Value | None:
     k, cols = shape(left)[-1], weight.stop - weight.start
     if not isinstance(k, int) or left.meta["val"].dtype not in FLOATS:
         raise RefusedError("the depth of the product is not a number")
+    if left.meta["val"].dtype == torch.float64:
+        raise RefusedError("products of float64 have no fast kernel")
     value = op.graph.values.get(left)
     if value is None:
         value = tokens(op, left)
