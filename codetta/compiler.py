@@ -51,6 +51,13 @@ def choose(program: Program, binding: Binding, wanted: str | None = None) -> tup
     return reference, reasons
 
 
+def why_never(program: Program, device: torch.device) -> list[Reason]:
+    """Why no fast backend could run the program on the device; builds its kernel where that does not depend on tensors."""
+    if device.type not in ("cpu", "cuda"):
+        return [Reason("device", f"{device.type} has no backend")]
+    return load_backend("triton" if device.type == "cuda" else "cpu").why_never(program, device)
+
+
 @cache
 def load_backend(name: str) -> Backend:
     """Backends are imported when first needed: import of codetta needs neither a GPU nor a compiler."""

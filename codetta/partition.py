@@ -37,6 +37,7 @@ class Launch:
     """A program with what it reads and what it makes."""
 
     number: int
+    device: torch.device
     program: Program
     a: Source
     weights: list[tuple[str, Node | None]]  # a weight's name and its gain
@@ -285,6 +286,7 @@ class _Partition:
         read = {each.name for each in program.operands}
         return Launch(
             group.number,
+            self.graph.origin[used[0]].meta["val"].device,
             program,
             a,
             [(product.attr("weight"), product.attr("gain")) for product in used],

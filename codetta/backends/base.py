@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from codetta.errors import Reason
@@ -17,6 +18,9 @@ class Backend(Protocol):
 
     def why_not(self, program: Program, binding: Binding) -> list[Reason]:
         """Empty if this backend can run the program on these tensors; else every reason why not."""
+
+    def why_never(self, program: Program, device: torch.device) -> list[Reason]:
+        """Why it could not run the program on any tensors of the device; empty if on most it can. May build the kernel."""
 
     def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
         """Fill the bound outputs and return them by name, reductions as unfinished Stats."""

@@ -61,6 +61,9 @@ class Cpu:
             return [Reason("batched", f"groups of {kernel.row_group} rows straddle two batch entries")]
         return []
 
+    def why_never(self, program: Program, device: torch.device) -> list[Reason]:
+        return [] if program in self._kernels else self._prepare(program)
+
     def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
         reasons = self.why_not(program, binding)
         if reasons:

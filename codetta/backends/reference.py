@@ -235,6 +235,9 @@ class Reference:
     def why_not(self, program: Program, binding: Binding) -> list[Reason]:
         return []
 
+    def why_never(self, program: Program, device: torch.device) -> list[Reason]:
+        return []
+
     def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
         return run(program, binding)
 

@@ -33,6 +33,8 @@ from codetta.stat import FIELDS, Stat
 
 PRODUCT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+LARGE = 4096  # rows, where none are given
+
 
 def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -56,6 +58,14 @@ class TritonBackend:
         if reasons:
             return reasons
         return [] if self._best(program, binding) else self.candidates(program, binding)[1]
+
+    def why_never(self, program: Program, device: torch.device) -> list[Reason]:
+        target = device_target(device)
+        reasons = unsupported(program, target)
+        if reasons:
+            return reasons
+        tiles, refused = candidates(program, bucket(LARGE), target, True)
+        return [] if tiles else refused
 
     def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
         return self.launch(program, binding, self.tile(program, binding))

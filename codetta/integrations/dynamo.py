@@ -6,6 +6,7 @@ Inference graphs become plans. A graph that needs gradients goes to Inductor as 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -13,9 +14,10 @@ from torch import fx, nn
 from torch._guards import TracingContext
 
 from codetta.capture import capture
+from codetta.compiler import why_never
 from codetta.errors import ArgumentError, Reason
 from codetta.options import Options
-from codetta.partition import PartitionError, Plan, partition
+from codetta.partition import Launch, PartitionError, Plan, partition
 from codetta.rewrite.scale import row_scale_commutes
 from codetta.runtime.executor import Executor
 
@@ -120,7 +122,7 @@ def _by_inductor(region: fx.GraphModule) -> Callable[..., Any]:
 
 
 def plan_of(module: fx.GraphModule, options: Options) -> Plan:
-    """capture -> rewrite -> partition."""
+    """capture -> rewrite -> partition, until every program is one that a backend can run; the rest stays with the graph."""
     from torch._functorch.compile_utils import fx_graph_cse
 
     graph = fx.GraphModule(module, fx_graph_cse(module.graph)).graph
@@ -130,10 +132,23 @@ def plan_of(module: fx.GraphModule, options: Options) -> Plan:
     while True:
         captured = capture(graph, parameters, laws, left)
         try:
-            return partition(captured)
-        except PartitionError as refused:
-            # Its products stay with the graph; every round leaves at least one more, so this ends.
-            left |= {captured.origin[product]: refused.reason for product in refused.group.products}
+            plan = partition(captured)
+            refused = _refused(plan)
+        except PartitionError as error:
+            refused = {error.group.number: error.reason}
+        if not refused:
+            return plan
+        # Every round leaves at least one more product to the graph, so this ends.
+        for number, reason in refused.items():
+            left |= {captured.origin[product]: reason for product in captured.placement.groups[number].products}
+
+
+def _refused(plan: Plan) -> dict[int, Reason]:
+    """Programs that no backend can run; kernels that need no tensors to be built are built side by side."""
+    steps = [step for step in plan.steps if isinstance(step, Launch)]
+    with ThreadPoolExecutor() as pool:
+        reasons = list(pool.map(lambda step: why_never(step.program, step.device), steps))
+    return {step.number: found[0] for step, found in zip(steps, reasons, strict=True) if found}
 
 
 def _parameters(graph: fx.Graph) -> list[fx.Node]:
