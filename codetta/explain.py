@@ -191,7 +191,7 @@ def _where(each: fx.Node) -> str:
 def _plain(path: str) -> str:
     """L['self']._modules['layers']['0'].mlp, as Dynamo spells it -> layers.0.mlp"""
     path = re.sub(r"^L\['\w+'\]", "", path).replace("_modules", "")
-    return ".".join(word for word in re.split(r"[\[\]'\".]+", path) if word)
+    return ".".join(word for word in re.split(r"[\[\]'\".]+", path) if word and word != "__self__")
 
 
 def _by_block(programs: Iterable[ProgramReport]) -> dict[str, list[ProgramReport]]:

@@ -65,7 +65,7 @@ class TritonBackend:
         if reasons:
             return reasons
         tiles, refused = candidates(program, bucket(LARGE), target, True)
-        return [] if tiles else refused
+        return [] if tiles else list(refused)
 
     def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
         return self.launch(program, binding, self.tile(program, binding))

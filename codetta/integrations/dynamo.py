@@ -34,10 +34,13 @@ def compile(
     """
     if not callable(model):
         raise ArgumentError("model", f"is a {type(model).__name__}", "pass an nn.Module or a function of tensors")
+    from torch._dynamo.external_utils import wrap_inline  # takes a second, so not before it is needed
+
     backend = backend or Backend(options or Options())
     if isinstance(model, nn.Module):
-        model.compile(backend=backend, dynamic=dynamic)
-        model._compiled_call_impl = _numbers_fixed(model._compiled_call_impl)
+        # A frame of its own: Dynamo passes over PyTorch's, and with them a model that is one of PyTorch's containers.
+        call = torch.compile(wrap_inline(model._call_impl), backend=backend, dynamic=dynamic)
+        model._compiled_call_impl = _numbers_fixed(call)
         model._codetta = backend  # type: ignore[assignment]
         return model
     return _numbers_fixed(torch.compile(model, backend=backend, dynamic=dynamic))
