@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from codetta.capture.kinds import is_attention, is_view
 from codetta.errors import ArgumentError
-from codetta.integrations.dynamo import Backend, compile
+from codetta.integrations.dynamo import Backend, backend_of, compile
 from codetta.ir.show import equations
 from codetta.options import Options
 from codetta.partition import Launch, Mask, Plan, Region, Run
@@ -80,8 +80,8 @@ def explain(model: Any, *inputs: Any, options: Options | None = None, **named: A
     """The report of a call `model(*inputs, **named)`; the model may be compiled already or not, and stays as it is."""
     if not callable(model):
         raise ArgumentError("model", f"is a {type(model).__name__}", "pass an nn.Module or a function of tensors")
-    known = getattr(model, "_codetta", None)
-    options = options or (known.options if isinstance(known, Backend) else Options())
+    known = backend_of(model)
+    options = options or (known.options if known is not None else Options())
     backend = Backend(options)
     target: Any = model
     if isinstance(model, nn.Module):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,9 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_runs(page: Path) -> None:
     text = page.read_text()
-    namespace: dict[str, object] = {"__name__": page.stem}
+    # A module that can be imported: Dynamo looks up where a compiled class comes from.
+    module = sys.modules[f"page_{page.stem}"] = types.ModuleType(f"page_{page.stem}")
+    namespace = module.__dict__
     for block in BLOCK.finditer(text):
         line = text[: block.start(1)].count("\n")
         # Empty lines in front, so that a traceback has the page's own line numbers.

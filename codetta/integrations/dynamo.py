@@ -40,10 +40,16 @@ def compile(
     if isinstance(model, nn.Module):
         # A frame of its own: Dynamo passes over PyTorch's, and with them a model that is one of PyTorch's containers.
         call = torch.compile(wrap_inline(model._call_impl), backend=backend, dynamic=dynamic)
-        model._compiled_call_impl = _numbers_fixed(call)
-        model._codetta = backend  # type: ignore[assignment]
+        model._compiled_call_impl = fixed = _numbers_fixed(call)
+        fixed.backend = backend  # on the call, not on the module: a copy of the model is a plain one
         return model
     return _numbers_fixed(torch.compile(model, backend=backend, dynamic=dynamic))
+
+
+def backend_of(model: Any) -> Backend | None:
+    """What compiled the model, None for a plain one."""
+    found = getattr(getattr(model, "_compiled_call_impl", None), "backend", None)
+    return found if isinstance(found, Backend) else None
 
 
 def _numbers_fixed(call: Any) -> Any:
