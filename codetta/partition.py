@@ -18,7 +18,7 @@ from codetta.capture.masks import made_of_sizes, mask_has_a_name
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import is_sink
-from codetta.placement import NOWHERE, Group
+from codetta.placement import Group
 from codetta.program import Operand, Piece, Product, Program, Store, acc_node, assemble, load_node
 
 
@@ -211,10 +211,8 @@ class _Partition:
                 return value
             if value.op == "product" and place.group == group.number:
                 return acc_node(products.index(value), value.space.cols)
-            if place.group == NOWHERE and not value.space.rows and _is_constant(value):
+            if value.op == "vector":
                 made = Operand("", torch.float32, "none", value.space.cols)
-                if value.op == "load" and value.attr("period"):
-                    return leaf(value)
                 return operand(Source("constant", value=value), made, value.space.cols)
             if value.op == "load":
                 return leaf(value)
@@ -385,10 +383,6 @@ def _region(nodes: list[fx.Node]) -> Region:
     inputs = dict.fromkeys(arg for each in nodes for arg in each.all_input_nodes if arg not in mine)
     outputs = [each for each in nodes if any(user not in mine for user in each.users)]
     return Region(list(nodes), list(inputs), outputs)
-
-
-def _is_constant(value: Node) -> bool:
-    return all(each.op in ("const", "vector") or each.args or each.attr("constant") for each in topological([value]))
 
 
 def _same_source(x: Source, y: Source) -> bool:

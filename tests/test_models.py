@@ -20,6 +20,7 @@ from zoo import LAYERS, ZOO, Entry, Inputs, outputs
 
 import codetta
 from codetta import compiler
+from codetta.integrations.dynamo import backend_of
 from codetta.partition import Launch, Present, Run
 from codetta.runtime.executor import Executor
 
@@ -28,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
-    """Compilations of a function are counted over its life, and models share functions: the ninth would stay eager."""
+    """Dynamo counts compilations by function, which models share: beyond its limit they would stay eager."""
     torch._dynamo.reset()
     with torch.no_grad():
         yield
@@ -42,9 +43,9 @@ def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def executors(model: nn.Module) -> list[Executor]:
-    backend: Any = model._codetta
-    found: list[Executor] = backend.executors
-    return found
+    backend = backend_of(model)
+    assert backend is not None
+    return backend.executors
 
 
 def launches(executor: Executor) -> list[Launch]:

@@ -56,6 +56,10 @@ def lawful(op: At, product: Node) -> Node:
     inner = next(each for each in topological([changed])[::-1] if each.op == "product")
     base = inner.args[0]
     if op.graph.placement.is_late(base):
+        # The law may have multiplied a gain onto what the graph has.
+        known = {value.node for value in op.graph.values.values()}
+        while base not in known:
+            base = next(arg for arg in base.args if op.graph.placement.is_late(arg))
         raise CutError(base, "a product reads it, and it is known only behind the program that makes it")
     op.graph.dtypes.setdefault(inner, op.graph.dtypes[product])
     op.graph.origin.setdefault(inner, op.fx)

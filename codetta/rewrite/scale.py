@@ -33,11 +33,12 @@ class Affine:
 
 
 def row_scale_commutes(product: Node, late: Late = always) -> Node | None:
-    """(s ⊙ (x · g) + Σ f ⊗ v) W  ->  s ⊙ (x (g W)) + Σ f ⊗ (v W)
+    """(s ⊙ (x · g) + Σ f ⊗ v) W  ->  s ⊙ (x (g W)) + Σ f ⊗ (v W), or s ⊙ ((x · g) W) where there is no Σ
 
     Reassociates. s and f are numbers per row, g and v per column and made of parameters alone. A vector that is g itself
     is multiplied as (1 (g W)), the column sums of the very weight that the product uses, so that a large mean cancels
-    exactly. `late` tells which values are known only behind the program that makes x: those are taken apart, others are x.
+    exactly; that takes a copy of the weight. Without a mean there is nothing to cancel, and the program that makes x stores
+    x · g beside it: no copy of a weight, at the price of one more store. `late` tells which values are known only behind the program that makes x: those are taken apart, others are x.
     Refuses (None) where nothing per row is there to move, and for fp16, which cannot hold rows that are
     not normalised yet.
     """
@@ -45,9 +46,13 @@ def row_scale_commutes(product: Node, late: Late = always) -> Node | None:
         return None
     affine = affine_form(product.args[0], late)
     attrs = dict(product.attrs)
+    base = affine.base
     if affine.gain is not None:
-        attrs["gain"] = affine.gain
-    result = node("product", affine.base, space=product.space, **attrs)
+        if affine.terms:
+            attrs["gain"] = affine.gain
+        else:
+            base = node("mul", base, affine.gain)
+    result = node("product", base, space=product.space, **attrs)
     if affine.scale is not None:
         result = node("mul", result, affine.scale)
     for factor, vector in affine.terms:
