@@ -126,6 +126,8 @@ class At:
         order = tuple(sorted(there, key=lambda at: place[id(main[at + offset][0])]))
         if how == "sample" and width != cols:
             raise RefusedError("an operand for each sample repeats over columns")
+        if how == "repeat" and not width:
+            raise RefusedError("an operand has one number for each position of a sample")
         period = width if width and width != cols else 0
         return self.leaf_node(arg, Operand("", tensor.dtype, how, width, period=period), order, cols if width else 0)
 

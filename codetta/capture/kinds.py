@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 
@@ -28,5 +26,7 @@ def is_attention(each: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and "scaled_dot_product" in target.overloadpacket.__name__
 
 
-def items_of(each: fx.Node) -> list[fx.Node]:
-    return [user for user in each.users if user.target is operator.getitem]
+def is_random(each: fx.Node) -> bool:
+    """Whether it gives other numbers at every call."""
+    target = each.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags

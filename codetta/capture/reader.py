@@ -14,6 +14,7 @@ from torch import fx
 
 from codetta.capture.at import At, is_tensor, operator_name
 from codetta.capture.graph import CutError, Graph, Law, RefusedError, Value
+from codetta.capture.kinds import is_random
 from codetta.capture.table import value_of
 from codetta.errors import Reason, TraceError
 from codetta.placement import NOWHERE, Placement
@@ -73,7 +74,7 @@ class _Reader:
         if each.op != "call_function" or each in self.cuts:
             return None
         inputs = each.all_input_nodes
-        if inputs and all(arg in found.constant for arg in inputs) and is_tensor(each):
+        if inputs and all(arg in found.constant for arg in inputs) and is_tensor(each) and not is_random(each):
             found.constant.add(each)
             return None
         try:

@@ -90,6 +90,11 @@ def variance(op: At) -> Value:
     return var_mean(op, 0)
 
 
+def deviation(op: At) -> Value:
+    value = var_mean(op, 0)
+    return Value(dsl.sqrt(dsl.Value(value.node)).node, value.dims)
+
+
 def layer_norm(op: At, index: int) -> Value:
     value, wanted = op.operand(), op.arg(1)
     over = list(range(len(value.dims) - len(wanted), len(value.dims)))

@@ -74,6 +74,12 @@ def _binary(meaning: Callable[..., dsl.Value]) -> Callable[[At], Value]:
     return handler
 
 
+def _rsub(at: At) -> Value:
+    x, y = at.fx.args[:2]
+    alpha: Any = at.fx.kwargs.get("alpha", at.arg(2, 1))
+    return at.elementwise(lambda a, b: b - (a * alpha if alpha != 1 else a), (x, y))
+
+
 def _pow(at: At) -> Value:
     power = at.arg(1)
     if not isinstance(power, int | float):
@@ -104,14 +110,14 @@ _HANDLERS: dict[Any, Callable[[At], Value]] = {
     aten.t: columns.permute, aten.transpose: columns.permute, aten.permute: columns.permute, aten.unsqueeze: columns.unsqueeze,
     aten.clone: columns.same, aten.alias: columns.same, aten.detach: columns.same, aten._to_copy: columns.to_copy,
     aten.expand: columns.expand, aten.slice: columns.slice, aten.select: columns.select, aten.cat: columns.cat, aten.stack: columns.stack,
-    aten.add: _binary(lambda x, y: x + y), aten.sub: _binary(lambda x, y: x - y), aten.rsub: _binary(lambda x, y: y - x),
+    aten.add: _binary(lambda x, y: x + y), aten.sub: _binary(lambda x, y: x - y), aten.rsub: _rsub,
     aten.mul: _binary(lambda x, y: x * y), aten.div: _binary(lambda x, y: x / y),
     aten.maximum: _binary(dsl.maximum), aten.minimum: _binary(dsl.minimum),
     aten.neg: _unary(lambda x: -x), aten.abs: _unary(abs), aten.exp: _unary(dsl.exp), aten.log: _unary(dsl.log),
     aten.sqrt: _unary(dsl.sqrt), aten.rsqrt: _unary(dsl.rsqrt), aten.tanh: _unary(dsl.tanh), aten.sigmoid: _unary(dsl.sigmoid),
     aten.erf: _unary(dsl.erf), aten.relu: _unary(dsl.relu), aten.silu: _unary(dsl.silu), aten.gelu: _gelu,
     aten.reciprocal: _unary(lambda x: 1.0 / x), aten.square: _unary(lambda x: x * x), aten.pow: _pow, aten.clamp: _clamp,
-    aten.mean: reductions.reduce, aten.sum: reductions.reduce, aten.amax: reductions.reduce, aten.var: reductions.variance,
+    aten.mean: reductions.reduce, aten.sum: reductions.reduce, aten.amax: reductions.reduce, aten.var: reductions.variance, aten.std: reductions.deviation,
 }  # fmt: skip
 _LATER = (
     aten.split,

@@ -5,6 +5,7 @@ Inference graphs become plans. A graph that needs gradients goes to Inductor as 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -34,12 +35,9 @@ def compile(
     """
     if not callable(model):
         raise ArgumentError("model", f"is a {type(model).__name__}", "pass an nn.Module or a function of tensors")
-    from torch._dynamo.external_utils import wrap_inline  # takes a second, so not before it is needed
-
     backend = backend or Backend(options or Options())
     if isinstance(model, nn.Module):
-        # A frame of its own: Dynamo passes over PyTorch's, and with them a model that is one of PyTorch's containers.
-        call = torch.compile(wrap_inline(model._call_impl), backend=backend, dynamic=dynamic)
+        call = torch.compile(_own_frame(model._call_impl), backend=backend, dynamic=dynamic)
         model._compiled_call_impl = fixed = _numbers_fixed(call)
         fixed.backend = backend  # on the call, not on the module: a copy of the model is a plain one
         return model
@@ -52,11 +50,25 @@ def backend_of(model: Any) -> Backend | None:
     return found if isinstance(found, Backend) else None
 
 
-def _numbers_fixed(call: Any) -> Any:
-    """Sizes are symbols, but numbers such as a norm's eps are what they are, and no inputs.
+def _own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A frame around the call, with code of its own.
 
-    Models share the code of nn.Module, and Dynamo counts their compilations together: eight models must not be the limit.
+    Dynamo passes over PyTorch's frames, and with them over a model that is one of PyTorch's containers; and it counts compilations and
+    keeps guards by code, which all modules would share.
     """
+
+    def frame(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    frame.__code__ = frame.__code__.replace(co_name=f"model_{next(_numbers)}")
+    return frame
+
+
+_numbers = itertools.count()
+
+
+def _numbers_fixed(call: Any) -> Any:
+    """Sizes are symbols, but numbers such as a norm's eps are what they are, and no inputs."""
 
     def fixed(*args: Any, **kwargs: Any) -> Any:
         with torch._dynamo.config.patch(specialize_float=True, recompile_limit=64):

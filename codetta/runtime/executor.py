@@ -90,6 +90,10 @@ class Constants:
 def _state_of(parameter: Tensor) -> tuple[object, ...]:
     """What changes when the parameter does. Writing through `.data` leaves PyTorch's version as it is: on a CPU, where looking is
     cheap, some of the numbers are looked at as well."""
+    if parameter.is_inference():
+        return (
+            object(),
+        )  # nobody counts its versions: equal to nothing, so that what depends on it is always made anew
     state = (parameter.data_ptr(), parameter._version)
     if parameter.device.type != "cpu" or not parameter.numel():
         return state
@@ -286,6 +290,9 @@ class _Writer:
         args = [self.spell(arg) for arg in each.args]
         if packet in (aten.view, aten._unsafe_view):
             return f"{args[0]}.reshape({args[1]})"  # what a program stored may lie otherwise in memory
+        if packet is aten.clone and _origin(each.args[0]).op == "call_function":  # type: ignore[arg-type]
+            # Nothing is written in place, so a copy is needed only for its layout, or to part from an input.
+            return f"{args[0]}.contiguous()" if "memory_format" in each.kwargs else args[0]
         mask = mask_has_a_name(each)
         if mask is not None:
             position = mask_argument(each)
