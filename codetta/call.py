@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codetta import compiler, dsl, trace
+from codetta import dispatch, dsl, trace
 from codetta.errors import ArgumentError, TraceError
 from codetta.ir.op import compute_dtype
 from codetta.program import Operand, Product, Program
@@ -72,7 +72,7 @@ class Epilogue:
         Returns the outputs in the order of the epilogue's dict; a single one by itself.
         """
         program, binding = self.bind(a, w, out=out, tf32=tf32, **operands)
-        results = compiler.run(program, binding, backend)
+        results = dispatch.run(program, binding, backend)
         values = [self._public(program, binding, name, results[name], finish) for name in program.outputs]
         return values[0] if len(values) == 1 else tuple(values)
 
@@ -83,7 +83,7 @@ class Epilogue:
     def source(self, a: Tensor, w: Weights, *, backend: str | None = None, tf32: bool = False, **operands: Any) -> str:
         """The generated source of the kernel that such a call would launch."""
         program, binding = self.bind(a, w, tf32=tf32, **operands)
-        chosen, _ = compiler.choose(program, binding, backend)
+        chosen, _ = dispatch.choose(program, binding, backend)
         return chosen.source(program, binding)
 
     def bind(

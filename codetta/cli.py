@@ -23,7 +23,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from codetta import cli_models as models
-from codetta import compiler
+from codetta import dispatch
 from codetta.bench import demo as demo_module
 from codetta.bench.kernels import NAMES
 from codetta.bench.run import (
@@ -115,7 +115,7 @@ def environment() -> dict[str, dict[str, Any]]:
         "versions": found,
         "devices": devices,
         "compilers": compilers,
-        "backends": {name: backend_state(name) for name in compiler.BACKENDS},
+        "backends": {name: backend_state(name) for name in dispatch.BACKENDS},
         "caches": caches(),
     }
 
@@ -127,7 +127,7 @@ def backend_state(name: str) -> str:
     device = torch.device("cuda" if name == "triton" and torch.cuda.is_available() else "cpu")
     program, binding = library.bias_activation.bind(torch.zeros(2, 16, device=device), torch.zeros(16, 16, device=device), activation="relu")  # fmt: skip
     try:
-        reasons = compiler.load_backend(name).why_not(program, binding)
+        reasons = dispatch.load_backend(name).why_not(program, binding)
     except ImportError as error:
         return f"not available: {error}"
     return "not available: " + "; ".join(map(str, reasons)) if reasons else "available"
@@ -390,8 +390,8 @@ def show(
         return
     if dtype not in DTYPES:
         raise ArgumentError("dtype", f"{dtype!r} is unknown", f"use one of {', '.join(DTYPES)}")
-    if backend not in compiler.BACKENDS:
-        raise ArgumentError("backend", f"{backend!r} is unknown", f"use one of {', '.join(compiler.BACKENDS)}")
+    if backend not in dispatch.BACKENDS:
+        raise ArgumentError("backend", f"{backend!r} is unknown", f"use one of {', '.join(dispatch.BACKENDS)}")
     if target not in TARGETS:
         raise ArgumentError("target", f"{target!r} is unknown", f"use one of {', '.join(TARGETS)}")
     d, f = parse_sizes([sizes])[0]
@@ -425,7 +425,7 @@ def show(
 
 def load(name: str) -> Any:
     try:
-        return compiler.load_backend(name)
+        return dispatch.load_backend(name)
     except ImportError as error:
         raise ArgumentError("backend", f"{name} is not available: {error}", "use another") from None
 

@@ -1,88 +1,73 @@
-"""START HERE: the way from a function of the accumulator to a launched kernel, on one page.
+"""START HERE: the way of a model from its graph to launched kernels, on one page.
 
-    fn(acc, ...)  --trace-->  Program  --plan-->  Tile  --backends-->  kernel  --runtime-->  tensors
+    graph  --capture-->  values  --rewrite-->  values  --partition-->  Plan of Programs  --runtime-->  tensors
 
-A Program is data (program.py). The reference backend defines what it means; `cpu` and `triton` make it fast, and fall
-back to the reference, out loud, where they cannot.
+    capture/      what depends on a matrix product becomes values on token matrices; laws (rewrite/) are applied on the way
+    placement     which program computes which value; what is known too late for any is left to the graph
+    partition     what each program reads and stores, and the order of launches
+    runtime/      the plan as one Python function; dispatch.py picks the backend of each program
+
+A Program is data (program.py). A function of the accumulator, written by hand, becomes one too: dsl.py, trace.py, call.py.
+Dynamo hands over the graphs, see integrations/dynamo.py.
 """
 
 from __future__ import annotations
 
-import os
-import warnings
-from functools import cache
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch import fx
 
-from codetta.backends.base import Backend
-from codetta.errors import ArgumentError, LoweringError, Reason
-from codetta.program import Program
-from codetta.runtime.bind import Binding
-from codetta.stat import Stat
+from codetta.capture import capture
+from codetta.dispatch import why_never
+from codetta.errors import Reason
+from codetta.options import Options
+from codetta.partition import Launch, PartitionError, Plan, partition
+from codetta.rewrite.scale import row_scale_commutes
+from codetta.runtime.executor import Executor
 
-BACKENDS = ("reference", "cpu", "triton")
-
-
-def run(program: Program, binding: Binding, backend: str | None = None) -> dict[str, Tensor | Stat]:
-    """Run the program on its tensors: pick the backend, build or find the kernel, launch it."""
-    chosen, reasons = choose(program, binding, backend)
-    if reasons:
-        _say_once(program.key, f"{program.name} runs on the reference backend: " + "; ".join(map(str, reasons)))
-    if debug_level() >= 1:
-        print(f"codetta: {program.name} ({binding.rows} rows) on {chosen.name}")
-    return chosen.run(program, binding)
+Compile = Callable[[fx.GraphModule], Callable[..., Any]]
 
 
-def choose(program: Program, binding: Binding, wanted: str | None = None) -> tuple[Backend, list[Reason]]:
-    """The backend for these tensors, and why it is not the fast one, if it is not."""
-    if wanted is not None and wanted not in BACKENDS:
-        raise ArgumentError("backend", f"{wanted!r} is unknown", f"use one of {', '.join(BACKENDS)}")
-    reference = load_backend("reference")
-    # Nothing to multiply, or a precision that only the reference has: not worth a word.
-    if binding.rows == 0 or program.k == 0 or (wanted is None and program.a_dtype == torch.float64):
-        return reference, []
-    fast = load_backend(wanted or ("triton" if binding.a.is_cuda else "cpu"))
-    reasons = fast.why_not(program, binding)
-    if not reasons:
-        return fast, []
-    if wanted is not None:
-        raise LoweringError(f"backend {wanted!r} cannot run {program.name}", reasons)
-    return reference, reasons
+def compile_graph(
+    module: fx.GraphModule, parameters: Iterable[fx.Node], options: Options, compile_region: Compile | None
+) -> Executor:
+    """An aten graph as something to call with its inputs. compile_region: who compiles what no program covers, if anybody."""
+    return Executor(plan_of(module, parameters, options), compile_region)
 
 
-def why_never(program: Program, device: torch.device) -> list[Reason]:
-    """Why no fast backend could run the program on the device; builds its kernel where that does not depend on tensors."""
-    if device.type not in ("cpu", "cuda"):
-        return [Reason("device", f"{device.type} has no backend")]
-    return load_backend("triton" if device.type == "cuda" else "cpu").why_never(program, device)
+def plan_of(module: fx.GraphModule, parameters: Iterable[fx.Node], options: Options) -> Plan:
+    """capture, rewrite, partition, until every program is one that a backend can run; the rest stays with the graph."""
+    graph, parameters = without_repeats(module, parameters)
+    laws = [row_scale_commutes] if options.numerics == "default" else []
+    left: dict[fx.Node, Reason] = {}
+    while True:
+        captured = capture(graph, parameters, laws, left)
+        try:
+            plan = partition(captured)
+            refused = why_never_all(plan)
+        except PartitionError as error:
+            refused = {error.group.number: error.reason}
+        if not refused:
+            return plan
+        # Every round leaves at least one more product to the graph, so this ends.
+        for number, reason in refused.items():
+            left |= {captured.origin[product]: reason for product in captured.placement.groups[number].products}
 
 
-@cache
-def load_backend(name: str) -> Backend:
-    """Backends are imported when first needed: import of codetta needs neither a GPU nor a compiler."""
-    if name == "reference":
-        from codetta.backends.reference import Reference
+def without_repeats(module: fx.GraphModule, parameters: Iterable[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
+    """The graph with equal operators computed once (every layer of a model makes its mask anew), and its parameters there."""
+    from torch._functorch.compile_utils import fx_graph_cse
 
-        return Reference()
-    if name == "cpu":
-        from codetta.backends.cpu import Cpu
-
-        return Cpu()
-    from codetta.backends.triton import TritonBackend
-
-    return TritonBackend()
+    names = {each.name for each in parameters}
+    graph = fx.GraphModule(module, fx_graph_cse(module.graph)).graph
+    return graph, [each for each in graph.nodes if each.op == "placeholder" and each.name in names]
 
 
-def debug_level() -> int:
-    """CODETTA_DEBUG: 1 programs and backends, 4 generated source."""
-    return int(os.environ.get("CODETTA_DEBUG", "0") or 0)
-
-
-_said: set[str] = set()
-
-
-def _say_once(key: str, message: str) -> None:
-    if key not in _said:
-        _said.add(key)
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
+def why_never_all(plan: Plan) -> dict[int, Reason]:
+    """Programs that no backend can run, by number; kernels that need no tensors to be built are built side by side."""
+    steps = [step for step in plan.steps if isinstance(step, Launch)]
+    with ThreadPoolExecutor() as pool:
+        reasons = list(pool.map(lambda step: why_never(step.program, step.device), steps))
+    return {step.number: found[0] for step, found in zip(steps, reasons, strict=True) if found}

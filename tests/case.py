@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import codetta
-from codetta import compiler
+from codetta import dispatch
 from codetta.backends import reference
 from codetta.call import Epilogue
 from codetta.errors import LoweringError
@@ -104,12 +104,12 @@ class Case:
     def run(self, backend: str) -> dict[str, Tensor | Stat]:
         program, binding = self.bind()
         with oracle.fresh(binding) as mine:
-            return compiler.load_backend(backend).run(program, mine)
+            return dispatch.load_backend(backend).run(program, mine)
 
     def check(self, backend: str, *, bits: bool = False) -> bool:
         """Hold the backend to the error budget; False if it refuses the program, which is reported and counted."""
         program, binding = self.bind()
-        chosen = compiler.load_backend(backend)
+        chosen = dispatch.load_backend(backend)
         try:
             reasons = chosen.why_not(program, binding)
             if reasons:

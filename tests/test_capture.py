@@ -19,7 +19,7 @@ from modules import complaints
 from torch import Tensor, nn
 
 import codetta
-from codetta import compiler
+from codetta import dispatch
 from codetta.capture.at import operator_name
 from codetta.capture.kinds import is_view
 from codetta.integrations.dynamo import backend_of
@@ -365,8 +365,8 @@ def _all(value: Node) -> list[Node]:
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
-    load = compiler.load_backend
-    monkeypatch.setattr(compiler, "load_backend", lambda name: load("reference"))
+    load = dispatch.load_backend
+    monkeypatch.setattr(dispatch, "load_backend", lambda name: load("reference"))
     with torch.no_grad():
         yield
 

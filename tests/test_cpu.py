@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
 import codetta as ct
-from codetta import compiler
+from codetta import dispatch
 from codetta.backends import cpu_build
 from codetta.backends.cpu import Cpu
 from codetta.errors import ArgumentError, LoweringError
@@ -513,8 +513,8 @@ def private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A backend and a cache of its own."""
     monkeypatch.setenv("CODETTA_CACHE", str(tmp_path))
     fresh = Cpu()
-    load = compiler.load_backend
-    monkeypatch.setattr(compiler, "load_backend", lambda name: fresh if name == "cpu" else load(name))
+    load = dispatch.load_backend
+    monkeypatch.setattr(dispatch, "load_backend", lambda name: fresh if name == "cpu" else load(name))
     return tmp_path
 
 
@@ -529,7 +529,7 @@ def test_without_a_compiler_the_reference_runs(monkeypatch: pytest.MonkeyPatch, 
         fake.chmod(0o755)
         monkeypatch.setenv("CXX", str(fake))
     a, w = rand(3, 4), rand(5, 4)
-    compiler._said.clear()
+    dispatch._said.clear()
     with pytest.warns(RuntimeWarning, match="no C\\+\\+ compiler" if failing == "none" else "no room"):
         y = ct.epilogue(relu)(a, w)
     torch.testing.assert_close(y, torch.relu(a @ w.T))

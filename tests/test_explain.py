@@ -95,7 +95,7 @@ def test_check_names_the_first_program_that_disagrees(block: Block, monkeypatch:
     x = torch.randn(2, 5, 32)
     with torch.no_grad():
         compiled(x)  # all is well
-        monkeypatch.setattr(executor.compiler, "run", _spoiled(executor.compiler.run))
+        monkeypatch.setattr(executor.dispatch, "run", _spoiled(executor.dispatch.run))
         with pytest.raises(CheckError, match="program_0: output"):
             compiled(x)
 

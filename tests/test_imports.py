@@ -26,11 +26,12 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("cache", ["codetta.runtime.cache"]),
     ("tuning", ["codetta.plan.tune"]),  # a part of the plan that is remembered
     ("backends", ["codetta.backends"]),
-    ("compiler", ["codetta.compiler"]),
+    ("dispatch", ["codetta.dispatch"]),
     ("call", ["codetta.call"]),
     ("library", ["codetta.library", "codetta.fused"]),
     ("capture", ["codetta.placement", "codetta.capture", "codetta.partition"]),
     ("runtime", ["codetta.runtime"]),
+    ("compiler", ["codetta.compiler"]),
     ("integrations", ["codetta.integrations"]),
     ("package", ["codetta"]),  # its __init__ names what users see; so do explain and bench
     ("cli", ["codetta.terminal", "codetta.cli_models", "codetta.cli", "codetta.__main__"]),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import codetta as ct
-from codetta import Reason, compiler
+from codetta import Reason, dispatch
 from codetta.backends import reference
 
 A, W = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)), torch.randn(12, 5)
@@ -75,7 +75,7 @@ def test_the_judge_sees(mistake: Callable[[dict[str, Any]], None]) -> None:
         return {"y": acc, "q": ct.quantize(acc, torch.int8, cols=4)[0], "s": ct.row_sum(acc)}
 
     program, binding = ct.epilogue(fn).bind(A, W)
-    oracle.check(program, binding, compiler.load_backend("reference"))
+    oracle.check(program, binding, dispatch.load_backend("reference"))
     with pytest.raises(AssertionError):
         oracle.check(program, binding, Wrong(mistake))
 
@@ -98,7 +98,7 @@ def truncated(results: dict[str, Any]) -> None:
 
 def test_the_judge_sees_truncation_inside_an_epilogue() -> None:
     program, binding = ct.epilogue(lambda acc: {"y": ct.cast(acc, torch.bfloat16) * 1.0}).bind(A, W)
-    oracle.check(program, binding, compiler.load_backend("reference"))
+    oracle.check(program, binding, dispatch.load_backend("reference"))
     with pytest.raises(AssertionError, match="budget"):
         oracle.check(program, binding, Wrong(truncated))
 
@@ -114,7 +114,7 @@ def test_the_budget_of_a_given_eager() -> None:
 def test_a_refusal_is_counted_and_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Wrong(lambda results: None)
     monkeypatch.setattr(backend, "why_not", lambda program, binding: [Reason("no such thing", "a test")])
-    monkeypatch.setattr(compiler, "load_backend", lambda name: backend)
+    monkeypatch.setattr(dispatch, "load_backend", lambda name: backend)
     monkeypatch.setattr(case, "refusals", case.Counter())
     one = case.Case("def random_epilogue(acc):\n    return acc\n", (4,), 3, (5,), torch.float32)
     assert not one.check("wrong")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import codetta
-from codetta import compiler
+from codetta import dispatch
 from codetta.backends.base import Backend
 from codetta.bench.kernels import NAMES, Case, cases, errors
 from codetta.bench.timing import medians
@@ -156,9 +156,9 @@ def prepared(case: Case) -> tuple[Callable[[], object], str, str, str]:
     """Our contender with everything bound once; its backend and tile, and why it is not a fast backend, if it is not."""
     program, binding = case.bind()
     try:
-        backend, reasons = compiler.choose(program, binding)
+        backend, reasons = dispatch.choose(program, binding)
     except ImportError as error:
-        backend, reasons = compiler.load_backend("reference"), [error]  # type: ignore[list-item]
+        backend, reasons = dispatch.load_backend("reference"), [error]  # type: ignore[list-item]
     why = "; ".join(str(reason) for reason in reasons)
     if backend.name != "triton":
         return lambda: backend.run(program, binding), backend.name, "", why

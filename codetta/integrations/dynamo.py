@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 from torch._guards import TracingContext
 
-from codetta.capture import capture
-from codetta.compiler import why_never
-from codetta.errors import ArgumentError, Reason
+from codetta.compiler import compile_graph
+from codetta.errors import ArgumentError
 from codetta.options import Options
-from codetta.partition import Launch, PartitionError, Plan, partition
-from codetta.rewrite.scale import row_scale_commutes
 from codetta.runtime.executor import Executor
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
@@ -98,7 +94,9 @@ class Backend:
         leftover = self.options.leftover
         if leftover == "auto":
             leftover = "inductor" if any(_on_gpu(each) for each in inputs) else "graph"
-        executor = Executor(plan_of(module, self.options), _by_inductor if leftover == "inductor" else None)
+        executor = compile_graph(
+            module, _parameters(module.graph), self.options, _by_inductor if leftover == "inductor" else None
+        )
         self.executors.append(executor)
         return executor
 
@@ -140,36 +138,6 @@ def _by_inductor(region: fx.GraphModule) -> Callable[..., Any]:
         return compiled(list(args))  # Inductor clears the list that it is given
 
     return run
-
-
-def plan_of(module: fx.GraphModule, options: Options) -> Plan:
-    """capture -> rewrite -> partition, until every program is one that a backend can run; the rest stays with the graph."""
-    from torch._functorch.compile_utils import fx_graph_cse
-
-    graph = fx.GraphModule(module, fx_graph_cse(module.graph)).graph
-    laws = [row_scale_commutes] if options.numerics == "default" else []
-    parameters = _parameters(graph)
-    left: dict[fx.Node, Reason] = {}
-    while True:
-        captured = capture(graph, parameters, laws, left)
-        try:
-            plan = partition(captured)
-            refused = _refused(plan)
-        except PartitionError as error:
-            refused = {error.group.number: error.reason}
-        if not refused:
-            return plan
-        # Every round leaves at least one more product to the graph, so this ends.
-        for number, reason in refused.items():
-            left |= {captured.origin[product]: reason for product in captured.placement.groups[number].products}
-
-
-def _refused(plan: Plan) -> dict[int, Reason]:
-    """Programs that no backend can run; kernels that need no tensors to be built are built side by side."""
-    steps = [step for step in plan.steps if isinstance(step, Launch)]
-    with ThreadPoolExecutor() as pool:
-        reasons = list(pool.map(lambda step: why_never(step.program, step.device), steps))
-    return {step.number: found[0] for step, found in zip(steps, reasons, strict=True) if found}
 
 
 def _parameters(graph: fx.Graph) -> list[fx.Node]:

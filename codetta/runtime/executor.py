@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from codetta import compiler
+from codetta import dispatch
 from codetta.capture import Graph, Leaf
 from codetta.capture.kinds import is_attention, is_view
 from codetta.capture.masks import mask_argument, mask_has_a_name
@@ -168,7 +168,7 @@ def launch(program: Program, a: Tensor, b: Sequence[Tensor], values: dict[str, T
     bound = {each.name: bind_operand(each, values[each.name], rows, samples) for each in program.operands}
     outputs = {each.name: bind_output(each, None, rows, samples, a.device) for each in program.stores}
     binding = Binding(rows, samples, 1, (rows,), a, tuple(b), bound, outputs)
-    results = compiler.run(program, binding)
+    results = dispatch.run(program, binding)
     if os.environ.get("CODETTA_CHECK", "0") not in ("", "0"):
         check(program, binding, results)
     return [results[name] for name in program.outputs]
