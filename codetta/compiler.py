@@ -13,9 +13,8 @@ Dynamo hands over the graphs, see integrations/dynamo.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from torch import fx
 
@@ -25,13 +24,11 @@ from codetta.errors import Reason
 from codetta.options import Options
 from codetta.partition import Launch, PartitionError, Plan, partition
 from codetta.rewrite.scale import row_scale_commutes
-from codetta.runtime.executor import Executor
-
-Compile = Callable[[fx.GraphModule], Callable[..., Any]]
+from codetta.runtime.executor import CompileRegion, Executor
 
 
 def compile_graph(
-    module: fx.GraphModule, parameters: Iterable[fx.Node], options: Options, compile_region: Compile | None
+    module: fx.GraphModule, parameters: Iterable[fx.Node], options: Options, compile_region: CompileRegion | None
 ) -> Executor:
     """An aten graph as something to call with its inputs. compile_region: who compiles what no program covers, if anybody."""
     return Executor(plan_of(module, parameters, options), compile_region)

@@ -131,7 +131,13 @@ class _Partition:
         }
         for each in wanted:
             self._emit(each)
-        return Plan(_gathered(self.steps), self.graph)
+        read = {
+            self.graph.leaves[source.name].source
+            for launch in self.launches.values()
+            for source in [launch.a, *launch.operands.values()]
+            if source.kind == "leaf"
+        }
+        return Plan(_gathered(self.steps, read), self.graph)
 
     def _close(self, wanted: list[fx.Node]) -> None:
         """Mark what the graph's outputs need, and what that needs, until nothing is new."""
@@ -327,7 +333,7 @@ class _Partition:
         if target not in self.masks:
             nodes = made_of_sizes(target)
             assert nodes is not None
-            self.masks[target] = Mask(target, replace(_region(nodes), outputs=[target]))
+            self.masks[target] = Mask(target, replace(_region(nodes, set()), outputs=[target]))
         return self.masks[target]
 
     def _maker(self, source: Source) -> list[object]:
@@ -356,8 +362,11 @@ class _Partition:
             self.steps.append(Run(item))
 
 
-def _gathered(steps: list[Step]) -> list[Step]:
-    """Operators of the graph that follow each other as regions, where there are at least two that compute something."""
+def _gathered(steps: list[Step], read: set[fx.Node]) -> list[Step]:
+    """Operators of the graph that follow each other as regions, where there are at least two that compute something.
+
+    `read`: what programs read.
+    """
     result: list[Step] = []
     run: list[fx.Node] = []
     for step in [*steps, None]:
@@ -365,7 +374,7 @@ def _gathered(steps: list[Step]) -> list[Step]:
             run.append(step.target)
             continue
         if sum(not is_view(each) for each in run) >= 2:
-            result.append(_region(run))
+            result.append(_region(run, read))
         else:
             result += [Run(each) for each in run]
         run = []
@@ -378,10 +387,10 @@ def _is_item_of_attention(each: fx.Node) -> bool:
     return each.target is operator.getitem and isinstance(each.args[0], fx.Node) and is_attention(each.args[0])
 
 
-def _region(nodes: list[fx.Node]) -> Region:
+def _region(nodes: list[fx.Node], read: set[fx.Node]) -> Region:
     mine = set(nodes)
     inputs = dict.fromkeys(arg for each in nodes for arg in each.all_input_nodes if arg not in mine)
-    outputs = [each for each in nodes if any(user not in mine for user in each.users)]
+    outputs = [each for each in nodes if each in read or any(user not in mine for user in each.users)]
     return Region(list(nodes), list(inputs), outputs)
 
 

@@ -21,7 +21,7 @@ from zoo import LAYERS, ZOO, Entry, Inputs, outputs
 import codetta
 from codetta import dispatch
 from codetta.integrations.dynamo import backend_of
-from codetta.partition import Launch, Present, Run
+from codetta.partition import Launch, Present, Region, Run
 from codetta.runtime.executor import Executor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -417,3 +417,14 @@ def test_weights_made_in_inference_mode(by_reference: None) -> None:
         assert torch.allclose(model(x), model.forward(x), atol=1e-5)
         model.norm.weight.mul_(2)  # a part of the next matrix by now
         assert torch.allclose(model(x), model.forward(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ada_norm", "gpt2"])
+def test_leftover_by_inductor(name: str) -> None:
+    """What no program covers, compiled: regions before, between and behind programs."""
+    entry = ZOO[name]
+    model = codetta.compile(entry.model(torch.bfloat16), options=codetta.Options(leftover="inductor"))
+    exact = truth_of(entry, model)
+    for batch, length in ((2, 12), (3, 7)):
+        check(model, exact, entry.example(batch, length, "cpu", torch.bfloat16), torch.bfloat16)
+    assert any(isinstance(step, Region) for step in executors(model)[0].plan.steps)

@@ -6,6 +6,7 @@ Inference graphs become plans. A graph that needs gradients goes to Inductor as 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -91,12 +92,8 @@ class Backend:
 
     def compile_graph(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """An aten graph as an executor."""
-        leftover = self.options.leftover
-        if leftover == "auto":
-            leftover = "inductor" if any(_on_gpu(each) for each in inputs) else "graph"
-        executor = compile_graph(
-            module, _parameters(module.graph), self.options, _by_inductor if leftover == "inductor" else None
-        )
+        takes = {"auto": _where_it_pays, "inductor": _by_inductor, "graph": None}[self.options.leftover]
+        executor = compile_graph(module, _parameters(module.graph), self.options, takes)
         self.executors.append(executor)
         return executor
 
@@ -111,8 +108,21 @@ def _needs_gradients(module: fx.GraphModule, inputs: list[Any]) -> bool:
     return any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
 
 
-def _on_gpu(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cuda
+WORTH = 4 << 20  # bytes that a region's operators carry on a CPU, from which compiling it for seconds pays
+
+
+def _where_it_pays(region: fx.GraphModule) -> Callable[..., Any] | None:
+    """On a GPU every launch that is saved pays; on a CPU small tensors stay in the cache, and eager is soon done with them."""
+    values = [each.meta.get("val") for each in region.graph.nodes]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if any(tensor.is_cuda for tensor in tensors):
+        return _by_inductor(region)
+    carried = sum(tensor.element_size() * math.prod(_hint(size) for size in tensor.shape) for tensor in tensors)
+    return _by_inductor(region) if carried >= WORTH else None
+
+
+def _hint(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint or 1)
 
 
 def _by_inductor(region: fx.GraphModule) -> Callable[..., Any]:

@@ -29,14 +29,14 @@ from codetta.runtime.bind import Binding, bind_operand, bind_output, matrix
 from codetta.stat import Stat
 
 aten = torch.ops.aten
+# Who compiles a region that no program covers; None: it is not worth it.
+CompileRegion = Callable[[fx.GraphModule], Callable[..., Any] | None]
 
 
 class Executor:
     """Callable with the graph's placeholders, in order; returns its outputs as a tuple."""
 
-    def __init__(
-        self, plan: Plan, compile_region: Callable[[fx.GraphModule], Callable[..., Any]] | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, compile_region: CompileRegion | None = None) -> None:
         self.plan = plan
         self.constants = Constants(plan.graph)
         writer = _Writer(plan, self.constants, compile_region)
@@ -199,9 +199,7 @@ def _finished(value: Tensor | Stat) -> tuple[Tensor, ...]:
 class _Writer:
     """Writes the function."""
 
-    def __init__(
-        self, plan: Plan, constants: Constants, compile_region: Callable[[fx.GraphModule], Callable[..., Any]] | None
-    ) -> None:
+    def __init__(self, plan: Plan, constants: Constants, compile_region: CompileRegion | None) -> None:
         self.plan, self.constants, self.compile_region = plan, constants, compile_region
         self.graph = plan.graph
         self.objects: list[Any] = []
@@ -228,10 +226,8 @@ class _Writer:
                     self.lines.append(f"{self.variable(step.target)} = {self._run(step.target)}")
                 case Mask():
                     self._mask(step)
-                case Region() if self.compile_region is not None:
-                    self._region(step)
                 case Region():
-                    self.lines += [f"{self.variable(each)} = {self._run(each)}" for each in step.nodes]
+                    self._region(step)
         output = next(each for each in self.graph.nodes.nodes if each.op == "output")
         self.lines.append(f"return {self.spell(output.args[0])}")
         body = _with_drops(self.lines, keep=set(inputs))
@@ -304,17 +300,24 @@ class _Writer:
         return f"{self.object(target)}({', '.join(args + kwargs)})"
 
     def _mask(self, step: Mask) -> None:
-        made = SizedMask(self._module(step.makes))
+        module = self._module(step.makes)
+        compiled = self.compile_region(module) if self.compile_region is not None else None
+        made = SizedMask(compiled or module)
         sizes = ", ".join(self.variable(each) for each in step.makes.inputs)
         self.lines.append(f"{self.variable(step.target)} = {self.object(made)}({sizes})")
 
     def _region(self, step: Region) -> None:
-        """The region as a graph of its own, for a compiler that fuses what programs do not cover."""
+        """One call, if a compiler takes the region; else its operators one by one."""
+        function = self.compile_region(self._module(step)) if self.compile_region is not None else None
+        if function is None:
+            self.lines += [f"{self.variable(each)} = {self._run(each)}" for each in step.nodes]
+            return
         results = ", ".join(self.variable(each) for each in step.outputs)
         arguments = ", ".join(self._expected(each) for each in step.inputs)
-        self.lines.append(f"{results}, = {self.object(self._module(step))}({arguments})")
+        self.lines.append(f"{results}, = {self.object(function)}({arguments})")
 
-    def _module(self, step: Region) -> Callable[..., Any]:
+    def _module(self, step: Region) -> fx.GraphModule:
+        """The region as a graph of its own."""
         graph = fx.Graph()
         inner: dict[fx.Node, fx.Node] = {}
         for each in step.inputs:
@@ -325,8 +328,7 @@ class _Writer:
             if each.target in (aten.view.default, aten._unsafe_view.default):
                 inner[each].target = aten.reshape.default  # what a program stored may lie otherwise in memory
         graph.output(tuple(inner[each] for each in step.outputs))
-        module = fx.GraphModule(self.graph.nodes.owning_module or {}, graph)
-        return self.compile_region(module) if self.compile_region is not None else module
+        return fx.GraphModule(self.graph.nodes.owning_module or {}, graph)
 
     def _as_presented(self, each: fx.Node) -> Any:
         """What a region is compiled for: a program's results lie in memory as rows of a matrix, whatever the graph thought."""
