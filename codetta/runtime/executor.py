@@ -394,6 +394,16 @@ class _Writer:
                 return f"made[{self.constants.vector(source.value)}]"
         raise AssertionError(source.kind)
 
+    def _weight(self, name: str, gain: Node | None) -> str:
+        """A weight (N, K): the parameter itself, or what was made of it."""
+        weight = self.graph.weights[name]
+        if gain is not None or weight.source.op != "placeholder":
+            return f"made[{self.constants.weight(name, gain)}]"
+        text = self.variable(weight.source) + (".t()" if weight.transposed else "")
+        sizes = weight.source.meta["val"].shape
+        whole = (weight.start, weight.stop) == (0, sizes[1 if weight.transposed else 0])
+        return text if whole else f"{text}[{weight.start} : {weight.stop}]"
+
     def _launch(self, step: Launch) -> None:
         results = []
         for name in step.program.outputs:
@@ -403,7 +413,7 @@ class _Writer:
             else:
                 self.stats[step.sinks[name]] = variable
             results.append(variable)
-        weights = ", ".join(f"made[{self.constants.weight(name, gain)}]" for name, gain in step.weights)
+        weights = ", ".join(self._weight(name, gain) for name, gain in step.weights)
         operands = ", ".join(f"{name!r}: {self._source(source)}" for name, source in step.operands.items())
         call = (
             f"{self.object(launch)}({self.object(step.program)}, {self._source(step.a)}, [{weights}], {{{operands}}})"
