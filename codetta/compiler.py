@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from torch import fx
 
 from codetta.capture import capture
-from codetta.dispatch import why_never
+from codetta.dispatch import debug_level, why_never
 from codetta.errors import Reason
 from codetta.options import Options
 from codetta.partition import Launch, PartitionError, Plan, partition
@@ -31,7 +31,21 @@ def compile_graph(
     module: fx.GraphModule, parameters: Iterable[fx.Node], options: Options, compile_region: CompileRegion | None
 ) -> Executor:
     """An aten graph as something to call with its inputs. compile_region: who compiles what no program covers, if anybody."""
-    return Executor(plan_of(module, parameters, options), compile_region)
+    executor = Executor(plan_of(module, parameters, options), compile_region)
+    show(executor)
+    return executor
+
+
+def show(executor: Executor) -> None:
+    """CODETTA_DEBUG: 2 laws and refusals, 3 the plan as it is executed."""
+    graph = executor.plan.graph
+    if debug_level() >= 2:
+        for each, laws in graph.fired.items():
+            print(f"codetta: {each.name}: {', '.join(laws)}")
+        for each, reason in graph.refusals.items():
+            print(f"codetta: {each.name} stays with the graph: {reason}")
+    if debug_level() >= 3:
+        print(executor.source)
 
 
 def plan_of(module: fx.GraphModule, parameters: Iterable[fx.Node], options: Options) -> Plan:

@@ -71,7 +71,7 @@ def load_backend(name: str) -> Backend:
 
 
 def debug_level() -> int:
-    """CODETTA_DEBUG: 1 programs and backends, 4 generated source."""
+    """CODETTA_DEBUG: 1 programs and backends, 2 laws and refusals, 3 plans, 4 generated source."""
     return int(os.environ.get("CODETTA_DEBUG", "0") or 0)
 
 

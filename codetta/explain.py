@@ -22,7 +22,8 @@ from codetta.integrations.dynamo import Backend, backend_of, compile
 from codetta.ir.show import equations
 from codetta.options import Options
 from codetta.partition import Launch, Mask, Plan, Region, Run
-from codetta.plan.cost import bytes_moved, flops
+from codetta.plan.cost import bytes_moved, flops, predicted_ms
+from codetta.plan.target import device_target
 from codetta.program import Program
 
 
@@ -36,6 +37,7 @@ class ProgramReport:
     laws: list[str]
     bytes: int
     flops: int
+    predicted_ms: float | None  # by the roofline of the GPU it would run on; None on a CPU
 
 
 @dataclass
@@ -140,7 +142,7 @@ def _program(plan: Plan, step: Launch) -> ProgramReport:
         laws.append("products_merge")
     if program.sinks:
         laws.append("statistic_splits")
-    rows = _number(origins[0].meta["val"].shape[0])
+    rows, target = _number(origins[0].meta["val"].shape[0]), device_target(step.device)
     return ProgramReport(
         program.name,
         _where(origins[0]),
@@ -150,6 +152,7 @@ def _program(plan: Plan, step: Launch) -> ProgramReport:
         list(dict.fromkeys(laws)),
         bytes_moved(program, rows),
         flops(program, rows),
+        round(predicted_ms(program, rows, target), 5) if target is not None else None,
     )
 
 

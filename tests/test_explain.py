@@ -141,6 +141,30 @@ def test_no_model_is_named_where_graphs_are_rewritten() -> None:
         assert not found, f"{path.name} names {found}"
 
 
+def test_predictions_follow_the_roofline(block: Block) -> None:
+    from codetta.plan.cost import bytes_moved, flops, predicted_ms
+    from codetta.plan.target import TARGETS
+
+    assert all(program.predicted_ms is None for program in codetta.explain(block, torch.randn(2, 5, 32)).programs)
+    compiled = codetta.compile(block)
+    with torch.no_grad():
+        compiled(torch.randn(2, 5, 32))
+    backend = backend_of(compiled)
+    assert backend is not None
+    program = next(step.program for step in backend.executors[0].plan.steps if isinstance(step, Launch))
+    target = TARGETS["sm_90"]
+    by_bytes = bytes_moved(program, 10) / target.read_tbs / 1e9
+    assert predicted_ms(program, 10, target) == by_bytes > flops(program, 10) / target.matmul_tflops / 1e9
+
+
+def test_debug_levels(block: Block, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CODETTA_DEBUG", "3")
+    with torch.no_grad():
+        codetta.compile(block)(torch.randn(2, 5, 32))
+    said = capsys.readouterr().out
+    assert "row_scale_commutes" in said and "def plan(made" in said and "program_0 (10 rows) on" in said
+
+
 # ---- masks -------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from codetta.plan.target import Target
 from codetta.program import Operand, Program, Sink, Store
 from codetta.stat import FIELDS
 
@@ -40,6 +41,11 @@ def bytes_unfused(program: Program, rows: int, samples: int = 1) -> int:
 def flops(program: Program, rows: int) -> int:
     """Of the products alone."""
     return 2 * rows * program.cols * program.k
+
+
+def predicted_ms(program: Program, rows: int, target: Target, samples: int = 1) -> float:
+    """The roofline: as long as its multiplications or its bytes take at the target's best, whichever is longer."""
+    return max(flops(program, rows) / target.matmul_tflops, bytes_moved(program, rows, samples) / target.read_tbs) / 1e9
 
 
 def _matrices(program: Program, rows: int) -> int:

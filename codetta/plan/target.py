@@ -21,7 +21,8 @@ class Target:
     warp: int  # threads
     shared: int  # bytes of shared memory that one block can have
     registers: int  # 32-bit registers per thread at most
-    units: int  # multiprocessors of the common part; the real device is asked at run time
+    read_tbs: float  # terabytes a second from memory, and
+    matmul_tflops: float  # bf16 operations a second: of the common part, for predictions (sm_90: measured on an H200, else published)
     bulk_copy: bool  # tensor descriptors are copied by hardware
     warpgroups: bool  # asynchronous matrix instructions of four warps (wgmma)
     fp8: bool  # converts fp8 e4m3 in hardware
@@ -46,15 +47,39 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("sm_80", "cuda", 80, 32, 166_912, 255, 108, bulk_copy=False, warpgroups=False, fp8=False, headroom=0.85),
-        Target("sm_90", "cuda", 90, 32, 232_448, 255, 132, bulk_copy=True, warpgroups=True, fp8=True),
-        Target("sm_100", "cuda", 100, 32, 232_448, 255, 148, bulk_copy=True, warpgroups=False, fp8=True),
-        Target("sm_120", "cuda", 120, 32, 101_376, 255, 170, bulk_copy=True, warpgroups=False, fp8=True),
         Target(
-            "gfx942", "hip", "gfx942", 64, 65_536, 512, 304, bulk_copy=False, warpgroups=False, fp8=True, headroom=0.76
+            "sm_80", "cuda", 80, 32, 166_912, 255, 2.0, 312, bulk_copy=False, warpgroups=False, fp8=False, headroom=0.85
+        ),
+        Target("sm_90", "cuda", 90, 32, 232_448, 255, 4.3, 750, bulk_copy=True, warpgroups=True, fp8=True),
+        Target("sm_100", "cuda", 100, 32, 232_448, 255, 8.0, 2250, bulk_copy=True, warpgroups=False, fp8=True),
+        Target("sm_120", "cuda", 120, 32, 101_376, 255, 1.8, 210, bulk_copy=True, warpgroups=False, fp8=True),
+        Target(
+            "gfx942",
+            "hip",
+            "gfx942",
+            64,
+            65_536,
+            512,
+            5.3,
+            1307,
+            bulk_copy=False,
+            warpgroups=False,
+            fp8=True,
+            headroom=0.76,
         ),
         Target(
-            "gfx950", "hip", "gfx950", 64, 163_840, 512, 256, bulk_copy=False, warpgroups=False, fp8=True, headroom=0.76
+            "gfx950",
+            "hip",
+            "gfx950",
+            64,
+            163_840,
+            512,
+            8.0,
+            2500,
+            bulk_copy=False,
+            warpgroups=False,
+            fp8=True,
+            headroom=0.76,
         ),
     )
 }
