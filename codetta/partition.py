@@ -113,7 +113,6 @@ class _Partition:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.values, self.places = graph, graph.values, graph.placement
         self.needs = [_Needs() for _ in graph.placement.groups]
-        self.of_value = {value.node: each for each, value in reversed(graph.values.items())}
         self.steps: list[Step] = []
         self.done: set[object] = set()
         self.masks: dict[fx.Node, Mask] = {}

@@ -23,6 +23,7 @@ NOWHERE = -1  # made of leaves alone: computed by whoever reads it
 class Place:
     group: int
     late: bool = False  # known only behind the group
+    made: int = NOWHERE  # of what is computed where it is read: the last group that its tensors depend on
 
 
 @dataclass(eq=False)
@@ -60,18 +61,20 @@ class Placement:
     def _find(self, value: Node) -> Place:
         if value.op == "product":
             return Place(self.products_merge(value).number)
+        if value.op == "load":
+            return Place(NOWHERE, made=self.made_by(value.attr("name")))
         if not value.args or value.op == "vector":
             return Place(NOWHERE)
         args = [self.places[arg] for arg in value.args]
-        group = max(arg.group for arg in args)
+        group, made = max(arg.group for arg in args), max(arg.made for arg in args)
         if group == NOWHERE:
-            return Place(NOWHERE)
+            return Place(NOWHERE, made=made)
         if is_sink(value.op):
-            return Place(group, args[0].late)
+            return Place(group, args[0].late, made if args[0].late else NOWHERE)
         behind = [place.group for place, arg in zip(args, value.args, strict=True) if place.late or is_sink(arg.op)]
         # What the graph makes of this very group's results comes too late for it as well.
-        leaves = [self.made_by(arg.attr("name")) for arg in value.args if arg.op == "load"]
-        return Place(group, late=group in behind or any(made >= group for made in leaves))
+        late = group in behind or made >= group
+        return Place(group, late, made if late else NOWHERE)
 
     def products_merge(self, product: Node) -> Group:
         """x W1, x W2, x W3  ->  one program with the accumulators x W1, x W2, x W3

@@ -131,6 +131,28 @@ def test_activations_times_activations() -> None:
     compare(model, x)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_what_the_graph_makes_of_a_program_comes_too_late_for_it(again: bool) -> None:
+    """A running sum of the product is added, scaled, to the product itself: no program can do that, and none must try."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            z = torch.add(y * 3.0, torch.cumsum(y, -1), alpha=2.0)
+            # Behind the second product it is early enough, unless it depends on that as well.
+            w = self.second(y)
+            return z * w if not again else torch.add(z * w, torch.cumsum(w, -1), alpha=0.5)
+
+    torch.manual_seed(0)
+    model, x = Sums(), torch.randn(5, 12)
+    assert len(codetta.explain(model, x).programs) == 2
+    compare(model, x)
+
+
 def test_no_compiler_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a compiler the products stay with PyTorch, whose own are faster than the reference, and the report says why."""
     from codetta.backends.cpu import Cpu
