@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from codetta.capture.kinds import is_attention, is_view
+from codetta.capture.kinds import is_attention, is_view, packet_of
 from codetta.errors import ArgumentError
 from codetta.integrations.dynamo import Backend, backend_of, compile
+from codetta.ir import view as views
 from codetta.ir.show import equations
 from codetta.options import Options
 from codetta.partition import Launch, Mask, Plan, Region, Run
@@ -142,7 +143,7 @@ def _program(plan: Plan, step: Launch) -> ProgramReport:
         laws.append("products_merge")
     if program.sinks:
         laws.append("statistic_splits")
-    rows, target = _number(origins[0].meta["val"].shape[0]), device_target(step.device)
+    rows, target = views.hint(origins[0].meta["val"].shape[0]), device_target(step.device)
     return ProgramReport(
         program.name,
         _where(origins[0]),
@@ -176,12 +177,7 @@ def _reason(plan: Plan, each: fx.Node) -> str:
 
 
 def _op(each: fx.Node) -> str:
-    target = each.target
-    return (
-        str(target.overloadpacket)
-        if isinstance(target, torch._ops.OpOverload)
-        else getattr(target, "__name__", str(target))
-    )
+    return str(packet_of(each) or getattr(each.target, "__name__", each.target))
 
 
 def _where(each: fx.Node) -> str:
@@ -215,14 +211,9 @@ def _bytes(nodes: Iterable[fx.Node]) -> int:
             if isinstance(value, Tensor):
                 count = 1
                 for size in value.shape:
-                    count *= _number(size)
+                    count *= views.hint(size)
                 total += count * value.element_size()
     return total
-
-
-def _number(size: Any) -> int:
-    """A size, for symbols the one that the graph was captured with."""
-    return size if isinstance(size, int) else int(size.node.hint or 1)
 
 
 def _size(count: int) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from codetta.ir.graph import Node, topological
+from codetta.ir.graph import Node
 from codetta.ir.op import is_sink
 
 NOWHERE = -1  # made of leaves alone: computed by whoever reads it
@@ -45,7 +45,14 @@ class Placement:
     places: dict[Node, Place] = field(default_factory=dict)
 
     def __getitem__(self, value: Node) -> Place:
-        for each in topological([value]):
+        # Only what is new: a value of the last layer has the whole model behind it.
+        stack = [value]
+        while stack:
+            missing = [arg for arg in stack[-1].args if arg not in self.places] if stack[-1] not in self.places else []
+            if missing:
+                stack += reversed(missing)
+                continue
+            each = stack.pop()
             if each not in self.places:
                 self.places[each] = self._find(each)
         return self.places[value]

@@ -14,6 +14,7 @@ from codetta.errors import ArgumentError
 from codetta.integrations.dynamo import compile
 from codetta.options import Options
 
+# The budget is twice eager's error and this.
 EPS = {torch.float32: 2e-6, torch.bfloat16: 5e-4, torch.float16: 1e-4, torch.float64: 1e-12}
 
 

@@ -138,15 +138,6 @@ def test_is_matrix() -> None:
     assert mixed is not None and not views.is_matrix(mixed)
 
 
-def test_split_dim() -> None:
-    x, matrix, dims = start(2, 5, 24)
-    cut = views.split_dim(dims, 2, (4, 6))
-    assert cut is not None
-    assert [factor.size for factor in cut[2]] == [4, 6]
-    assert torch.equal(presented(matrix, cut), x)  # the same tensor, of smaller pieces
-    assert views.split_dim(dims, 2, (5, 5)) is None
-
-
 def symbols(*hints: int) -> list[torch.SymInt]:
     """Sizes that are known only by name."""
     from torch._subclasses.fake_tensor import FakeTensorMode

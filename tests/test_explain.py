@@ -223,7 +223,7 @@ def test_attention_is_told_the_name(window: int) -> None:
 # ---- the command line --------------------------------------------------------------------------------------------
 
 
-def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands() -> None:
     from typer.testing import CliRunner
 
     from codetta.cli import app

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import codetta
-from codetta.bench.run import EPS, Record, Row, ceilings, device_name
+from codetta.bench.run import Record, Row, ceilings, device_name
 from codetta.bench.timing import medians
 from codetta.errors import ArgumentError
+from codetta.verify import EPS
 
 GPU_SIZES = ((2048, 8192), (4096, 14336), (8192, 28672))
 CPU_SIZES = ((512, 1408),)
@@ -126,7 +127,10 @@ def measure_block(bench: BlockBench, d: int, f: int) -> list[Row]:
     for name, ms in times.items():
         row: Row = {"D": d, "F": f, "tokens": tokens, "pass": "forward", "impl": name, "ms": round(ms, 4)}
         if name == "codetta" and error is not None:
-            row |= {"err_ratio": round(error[0] / error[1], 3), "within_budget": error[0] <= 2 * error[1] + EPS["bf16"]}
+            row |= {
+                "err_ratio": round(error[0] / error[1], 3),
+                "within_budget": error[0] <= 2 * error[1] + EPS[torch.bfloat16],
+            }
         rows.append(row)
     return rows
 

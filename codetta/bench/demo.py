@@ -9,9 +9,10 @@ import torch
 
 from codetta import library
 from codetta.bench.kernels import cases, errors
-from codetta.bench.run import DTYPES, EPS, prepared
+from codetta.bench.run import DTYPES, prepared
 from codetta.bench.timing import medians
 from codetta.plan.cost import bytes_moved, bytes_unfused
+from codetta.verify import EPS
 
 NAMES = (
     "residual_stats", "norm_swiglu", "bias_gelu", "norm_rope", "gate_residual", "lse_target", "swiglu_backward", "norm_backward",
@@ -53,7 +54,7 @@ def demo(device: torch.device) -> Iterator[Shown]:
             times = medians({"ours": ours, "eager": lambda run=eager, given=tensors: run(*given)}, device, rep_ms=150.0)  # type: ignore[misc]
         yield Shown(
             name, equation(name), backend, why, bytes_unfused(program, rows, binding.samples), bytes_moved(program, rows, binding.samples),
-            times["ours"], times["eager"], error, eager_error, error <= 2 * eager_error + EPS[dtype],
+            times["ours"], times["eager"], error, eager_error, error <= 2 * eager_error + EPS[DTYPES[dtype]],
         )  # fmt: skip
 
 

@@ -26,8 +26,8 @@ from codetta.backends.base import Backend
 from codetta.bench.kernels import NAMES, Case, cases, errors
 from codetta.bench.timing import medians
 from codetta.errors import ArgumentError
+from codetta.verify import EPS
 
-EPS = {"fp32": 2e-6, "bf16": 5e-4, "fp16": 1e-4}  # the budget is twice eager's error and this
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GPU_SIZES = ((2048, 8192), (4096, 14336), (8192, 28672))
 CPU_SIZES = ((1024, 2816),)
@@ -148,7 +148,7 @@ def measure(bench: KernelBench, d: int, f: int, dtype: str, name: str) -> Row:
     row: Row = {"program": name, "dtype": dtype, "M": m, "N": n, "K": k}
     for key in ("ms", "cublas_ms", "compile_ms", "eager_ms"):
         row[key] = round(times[key], 5) if key in times else None
-    row |= {"err_ratio": round(mine / theirs, 3), "err": mine, "within_budget": mine <= 2 * theirs + EPS[dtype], "tile": tile, "backend": backend}  # fmt: skip
+    row |= {"err_ratio": round(mine / theirs, 3), "err": mine, "within_budget": mine <= 2 * theirs + EPS[DTYPES[dtype]], "tile": tile, "backend": backend}  # fmt: skip
     return row | ({"why": why} if why else {})
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from codetta import dsl
 from codetta.capture.graph import FLOATS, Graph, Law, Leaf, RefusedError, Value, Weight
+from codetta.capture.kinds import packet_of
 from codetta.ir import view as views
 from codetta.ir.graph import Frame, Node, Space, node
 from codetta.ir.view import Dims
@@ -25,8 +26,7 @@ def is_tensor(each: fx.Node) -> bool:
 
 
 def operator_name(each: fx.Node) -> str:
-    target = each.target
-    return str(target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target).removeprefix("aten.")
+    return str(packet_of(each) or each.target).removeprefix("aten.")
 
 
 def shape(each: fx.Node) -> list[Any]:
@@ -41,9 +41,7 @@ class At:
 
     @property
     def packet(self) -> Any:
-        """The operator without its overload; None for a plain Python function."""
-        target = self.fx.target
-        return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else None
+        return packet_of(self.fx)
 
     def arg(self, index: int, default: Any = None) -> Any:
         if index < len(self.fx.args):
@@ -80,15 +78,14 @@ class At:
         if value is None:
             return dsl.Value(self.leaf(arg, main))
         offset = len(main) - len(value.dims)
-        mine = {id(factor) for at, dim in enumerate(value.dims) if dim for factor in main[at + offset]}
-        if any(id(factor) not in mine for factor in views.factors(main, "row")) and value.node.space.rows:
+        covered = {id(factor) for at, dim in enumerate(value.dims) if dim for factor in main[at + offset]}
+        if any(id(factor) not in covered for factor in views.factors(main, "row")) and value.node.space.rows:
             # A matrix of other rows, such as one for each sample: to this one it is a tensor.
             return dsl.Value(self.leaf(arg, main))
         columns = views.factors(main, "col")
         for at, dim in enumerate(value.dims):
             if dim and not same_factors(dim, main[at + offset], value.dims, main):
                 raise RefusedError("two values see their rows and columns in different orders")
-        covered = {id(factor) for at, dim in enumerate(value.dims) if dim for factor in main[at + offset]}
         missing = [factor for factor in columns if id(factor) not in covered]
         if len(missing) == len(columns) or not missing:
             return dsl.Value(value.node)
@@ -99,10 +96,10 @@ class At:
     def leaf(self, arg: fx.Node, main: Dims) -> Node:
         """A tensor of the graph as an operand of values with these dimensions."""
         tensor = arg.meta["val"]
-        if tensor.dtype not in (*FLOATS, torch.bool):
-            raise RefusedError(f"an operand has type {tensor.dtype}")
-        if tensor.dtype == torch.bool:
-            raise RefusedError("an operand is a mask")
+        if tensor.dtype not in FLOATS:
+            raise RefusedError(
+                "an operand is a mask" if tensor.dtype == torch.bool else f"an operand has type {tensor.dtype}"
+            )
         sizes = shape(arg)
         offset = len(main) - len(sizes)
         if offset < 0:
@@ -163,12 +160,7 @@ class At:
     def weight_name(self, weight: Weight) -> str:
         known = self.graph.weights
         for name, each in known.items():
-            if (each.source, each.transposed, each.start, each.stop) == (
-                weight.source,
-                weight.transposed,
-                weight.start,
-                weight.stop,
-            ):
+            if each == weight:
                 return name
         known[f"w{len(known)}"] = weight
         return f"w{len(known) - 1}"
@@ -203,7 +195,7 @@ def repeats(source: fx.Node, width: int) -> bool:
     size = shape(source)[-1]
     if size == width:
         return True
-    packet = source.target.overloadpacket if isinstance(source.target, torch._ops.OpOverload) else None
+    packet = packet_of(source)
     args: Any = source.args
     if packet is aten.cat:
         last = args[1] % len(shape(source)) == len(shape(source)) - 1 if len(args) > 1 else len(shape(source)) == 1

@@ -11,13 +11,13 @@ from torch import fx
 from codetta import dsl
 from codetta.capture.at import At, same_factors, shape
 from codetta.capture.graph import FLOATS, Leaf, RefusedError, Value, Weight
+from codetta.capture.kinds import packet_of
 from codetta.ir import view as views
 from codetta.ir.graph import Node, Space, node
+from codetta.ir.op import OPS
 from codetta.program import Operand
 
 aten = torch.ops.aten
-# What may be cut by cutting every argument.
-_ELEMENTWISE = ("add", "sub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "maximum", "minimum")  # fmt: skip
 
 
 def reshape(op: At) -> Value:
@@ -31,12 +31,11 @@ def reshape(op: At) -> Value:
 def permute(op: At) -> Value:
     value = op.operand()
     count = len(value.dims)
-    packet = op.fx.target.overloadpacket  # type: ignore[union-attr]
     order = list(range(count))
-    if packet is aten.permute:
+    if op.packet is aten.permute:
         order = [at % count for at in op.arg(1)]
     else:
-        x, y = (0, 1) if packet is aten.t else (op.arg(1) % count, op.arg(2) % count)
+        x, y = (0, 1) if op.packet is aten.t else (op.arg(1) % count, op.arg(2) % count)
         order[x], order[y] = order[y], order[x]
     return Value(value.node, views.permute(value.dims, order))
 
@@ -83,14 +82,7 @@ def expand(op: At) -> Value:
         raise RefusedError("repeats columns out of their order")
     block = views.product(factor.size for factor in after) * times
     joined = dsl.join(*[dsl.Value(value.node)] * times, block=block)
-    numbered = {id(factor): number for number, factor in enumerate(columns)}
-    dims = [
-        tuple(
-            views.Factor("col", (numbered[id(f)] + (numbered[id(f)] >= len(before)),), f.size) if f.kind == "col" else f
-            for f in dim
-        )
-        for dim in value.dims
-    ]
+    dims = list(views.with_room(value.dims, len(before)))
     dims[at] = (views.Factor("col", (len(before),), times),)
     return Value(joined.node, tuple(dims))
 
@@ -142,7 +134,7 @@ def cut(op: At, value: Value, at: int, start: int, stop: int, step: int = 1) -> 
 def only_cut(source: Any) -> bool:
     """Whether everybody who reads the value reads some of its columns, directly or behind a reshape."""
     for user in source.users:
-        packet = user.target.overloadpacket if isinstance(user.target, torch._ops.OpOverload) else None
+        packet = packet_of(user)
         if packet in (aten.view, aten._unsafe_view, aten.reshape):
             if not only_cut(user):
                 return False
@@ -176,7 +168,7 @@ def cut_commutes(op: At, value: Node, start: int, stop: int) -> Node | None:
             return cut_leaf(op, leaf, start, stop)
         case "const":
             return value
-    if value.args and value.op in _ELEMENTWISE:
+    if value.args and OPS[value.op].shape == "elementwise":
         args = [cut_commutes(op, arg, start, stop) for arg in value.args]
         if all(arg is not None for arg in args):
             return node(value.op, *(arg for arg in args if arg is not None), **attrs)
@@ -276,10 +268,7 @@ def stack(op: At) -> Value:
             raise RefusedError("joins values that see their rows and columns in different orders")
     inner = views.product(factor.size for factor in after)
     joined = dsl.join(*(dsl.Value(piece.node) for piece in pieces), block=inner * len(pieces))
-    numbered = {id(f): number + (number >= count) for number, f in enumerate(columns)}
-    renumbered = [
-        tuple(views.Factor("col", (numbered[id(f)],), f.size) if f.kind == "col" else f for f in dim) for dim in dims
-    ]
+    renumbered = views.with_room(dims, count)
     new = (views.Factor("col", (count,), len(pieces)),)
     return Value(joined.node, (*renumbered[:at], new, *renumbered[at:]))
 

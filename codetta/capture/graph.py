@@ -36,7 +36,7 @@ class Leaf:
     start: int | None = None  # its first column, where some are left out
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Weight:
     """A B operand: columns start to stop of a matrix of the graph; stored (N, K) or (K, N)."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -14,16 +16,19 @@ _VIEWS = {
 }  # fmt: skip
 
 
+def packet_of(each: fx.Node) -> Any:
+    """The operator without its overload; None for a plain Python function."""
+    return each.target.overloadpacket if isinstance(each.target, torch._ops.OpOverload) else None
+
+
 def is_view(each: fx.Node) -> bool:
     """Whether it launches nothing: a view, an item of a tuple, or arithmetic on sizes."""
-    if not isinstance(each.target, torch._ops.OpOverload):
-        return True
-    return each.target.overloadpacket in _VIEWS
+    packet = packet_of(each)
+    return packet is None or packet in _VIEWS
 
 
 def is_attention(each: fx.Node) -> bool:
-    target = each.target
-    return isinstance(target, torch._ops.OpOverload) and "scaled_dot_product" in target.overloadpacket.__name__
+    return "scaled_dot_product" in getattr(packet_of(each), "__name__", "")
 
 
 def is_random(each: fx.Node) -> bool:

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from codetta.capture.kinds import is_attention
+from codetta.capture.kinds import is_attention, packet_of
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ def mask_has_a_name(attention: fx.Node) -> fx.Node | None:
 
 def mask_argument(attention: fx.Node) -> int | None:
     """Which positional argument is the mask; None where it goes by name."""
-    named = attention.target.overloadpacket in (  # type: ignore[union-attr]
+    named = packet_of(attention) in (
         aten._scaled_dot_product_cudnn_attention,
         aten._scaled_dot_product_efficient_attention,
     )

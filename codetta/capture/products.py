@@ -10,6 +10,7 @@ from torch import fx
 from codetta import dsl
 from codetta.capture.at import At, shape
 from codetta.capture.graph import FLOATS, CutError, RefusedError, Value, Weight
+from codetta.capture.kinds import packet_of
 from codetta.ir import view as views
 from codetta.ir.graph import Node, Space, node, topological
 from codetta.ir.view import Dims
@@ -19,9 +20,8 @@ aten = torch.ops.aten
 
 
 def product(op: At) -> Value | None:
-    packet = op.fx.target.overloadpacket  # type: ignore[union-attr]
     given: Any = op.fx.args
-    bias, left, right = (None, *given) if packet is aten.mm else given
+    bias, left, right = (None, *given) if op.packet is aten.mm else given
     if op.fx.kwargs and any(op.fx.kwargs.get(key, 1) != 1 for key in ("alpha", "beta")):
         raise RefusedError("scales its product")
     weight = weight_of(op, right)
@@ -68,14 +68,9 @@ def lawful(op: At, product: Node) -> Node:
 
 def weight_of(op: At, arg: fx.Node) -> Weight:
     transposed = True
-    while isinstance(arg.target, torch._ops.OpOverload) and (
-        arg.target.overloadpacket is aten.t
-        or (arg.target.overloadpacket in (aten.permute, aten.transpose) and len(shape(arg)) == 2)
-    ):
-        if arg.target.overloadpacket is aten.permute and list(arg.args[1]) == [0, 1]:  # type: ignore[arg-type]
-            pass
-        else:
-            transposed = not transposed
+    while packet_of(arg) is aten.t or (packet_of(arg) in (aten.permute, aten.transpose) and len(shape(arg)) == 2):
+        unchanged = packet_of(arg) is aten.permute and list(arg.args[1]) == [0, 1]  # type: ignore[arg-type]
+        transposed ^= not unchanged
         arg = arg.args[0]  # type: ignore[assignment]
     if arg not in op.graph.constant:
         raise RefusedError("its right operand is not a weight")
@@ -88,10 +83,9 @@ def weight_of(op: At, arg: fx.Node) -> Weight:
 def tokens(op: At, left: fx.Node) -> Value:
     """A tensor of the graph as the left operand, seen through reshapes that only gather its rows."""
     base = left
-    while (
-        isinstance(base.target, torch._ops.OpOverload)
-        and base.target.overloadpacket in (aten.view, aten._unsafe_view, aten.reshape)
-        and views.same(shape(base.args[0])[-1], shape(left)[-1])  # type: ignore[arg-type]
+    while packet_of(base) in (aten.view, aten._unsafe_view, aten.reshape) and views.same(
+        shape(base.args[0])[-1],  # type: ignore[arg-type]
+        shape(left)[-1],
     ):
         base = base.args[0]  # type: ignore[assignment]
     dims = views.tokens(shape(base))

@@ -19,12 +19,11 @@ aten = torch.ops.aten
 
 def reduce(op: At) -> Value:
     """mean, sum, amax over the last columns: of the whole row, or of each group."""
-    packet = op.fx.target.overloadpacket  # type: ignore[union-attr]
     value, keep = op.operand(), op.option("keepdim", 2, False)
     count = len(value.dims)
     listed = op.arg(1)
     over = sorted(at % count for at in ([listed] if isinstance(listed, int) else listed or range(count)))
-    return reduced(op, value, over, keep, packet)
+    return reduced(op, value, over, keep, op.packet)
 
 
 def reduced(op: At, value: Value, over: list[int], keep: bool, packet: Any) -> Value:

@@ -20,10 +20,9 @@ aten = torch.ops.aten
 
 def value_of(op: At) -> Value | None:
     """The value of the operator, None if it does not depend on a product."""
-    target = op.fx.target
-    if target is operator.getitem:
+    if op.fx.target is operator.getitem:
         return item(op)
-    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else None
+    packet = op.packet
     if packet in (aten.mm, aten.addmm):
         return product(op)
     if not any(arg in op.graph.values for arg in op.fx.all_input_nodes):
@@ -42,10 +41,8 @@ def item(op: At) -> Value | None:
     """One result of an operator with several."""
     source, index = op.fx.args
     assert isinstance(source, fx.Node) and isinstance(index, int)
-    if not isinstance(source.target, torch._ops.OpOverload):
-        return None
     inner = At(op.graph, source, op.laws)
-    packet = source.target.overloadpacket
+    packet = inner.packet
     if not source.args or not isinstance(source.args[0], fx.Node) or source.args[0] not in op.graph.values:
         return None
     if packet in (aten.split, aten.split_with_sizes, aten.chunk, aten.unbind):

@@ -16,6 +16,7 @@ from torch._guards import TracingContext
 
 from codetta.compiler import compile_graph
 from codetta.errors import ArgumentError
+from codetta.ir.view import hint
 from codetta.options import Options
 from codetta.runtime.executor import Executor
 
@@ -117,12 +118,8 @@ def _where_it_pays(region: fx.GraphModule) -> Callable[..., Any] | None:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if any(tensor.is_cuda for tensor in tensors):
         return _by_inductor(region)
-    carried = sum(tensor.element_size() * math.prod(_hint(size) for size in tensor.shape) for tensor in tensors)
+    carried = sum(tensor.element_size() * math.prod(hint(size) for size in tensor.shape) for tensor in tensors)
     return _by_inductor(region) if carried >= WORTH else None
-
-
-def _hint(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.node.hint or 1)
 
 
 def _by_inductor(region: fx.GraphModule) -> Callable[..., Any]:

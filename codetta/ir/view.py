@@ -36,6 +36,11 @@ def same(x: Size, y: Size) -> bool:
     return bool(statically_known_true(x == y))
 
 
+def hint(size: Size) -> int:
+    """A size as a number; of a symbol, the one that the graph was captured with."""
+    return size if isinstance(size, int) else int(size.node.hint or 1)
+
+
 def tokens(shape: Sequence[Size]) -> Dims | None:
     """The dimensions of a tensor whose last one is columns and all others rows; None if its columns are not a number."""
     if not shape or not isinstance(shape[-1], int):
@@ -124,10 +129,10 @@ def permute(dims: Dims, order: Sequence[int]) -> Dims:
     return tuple(dims[index] for index in order)
 
 
-def split_dim(dims: Dims, at: int, sizes: Sequence[int]) -> Dims | None:
-    """A dimension of one factor cut into several, as another view of the same matrix has it."""
-    shape = shape_of(dims)
-    inner = reshape((dims[at],), list(sizes))
-    if inner is None or len(shape) <= at:
-        return None
-    return (*dims[:at], tuple(factor for dim in inner for factor in dim), *dims[at + 1 :])
+def with_room(dims: Dims, at: int) -> Dims:
+    """The same with the columns numbered anew, so that a piece can come in as number `at`."""
+    place = {id(factor): number + (number >= at) for number, factor in enumerate(factors(dims, "col"))}
+    return tuple(
+        tuple(replace(factor, place=(place[id(factor)],)) if factor.kind == "col" else factor for factor in dim)
+        for dim in dims
+    )

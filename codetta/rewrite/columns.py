@@ -84,12 +84,19 @@ def _part_of(value: Node, frame: Frame, cols: int, cut_table: Callable[[Node, Fr
         return value.args[frame.index]
     if value.op == "load" and value.attr("period"):
         return cut_table(value, frame)
-    if OPS[value.op].shape == "elementwise" and any(each.attr("period") for each in topological([value])):
+    if OPS[value.op].shape == "elementwise" and _reads_table(value):
         # Down to the leaves, so that the tables among them are cut as well.
         args = [_part_of(arg, frame, cols, cut_table) for arg in value.args]
         found = [arg for arg in args if arg is not None]
         return rebuilt(value, tuple(found)) if len(found) == len(args) else None
     return node("part", value, frame=frame)
+
+
+def _reads_table(value: Node) -> bool:
+    """Whether a table that repeats over the columns is among what the value is computed from, in its own epilogue."""
+    if value.op == "load":
+        return bool(value.attr("period"))
+    return OPS[value.op].shape == "elementwise" and any(_reads_table(arg) for arg in value.args)
 
 
 def part_sinks_to_leaves(root: Node) -> Node:

@@ -85,13 +85,13 @@ def affine_form(value: Node, late: Late = always) -> Affine:
             for x, y in (value.args, value.args[::-1]):
                 if not y.space.cols:
                     return _scaled(affine_form(x, late), y)
-                if _constant(y) and not y.space.rows:
+                if not y.space.rows and _constant(y):
                     return _gained(affine_form(x, late), y)
         case "div":
             x, y = value.args
             if not y.space.cols:
                 return _scaled(affine_form(x, late), node("div", ONE, y))
-            if _constant(y) and not y.space.rows:
+            if not y.space.rows and _constant(y):
                 return _gained(affine_form(x, late), node("div", ONE, y))
         case "neg":
             return _scaled(affine_form(value.args[0], late), node("const", space=Space(), value=-1.0))

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from codetta import dispatch
 from codetta.capture import Graph, Leaf
-from codetta.capture.kinds import is_attention, is_view
+from codetta.capture.kinds import is_attention, is_view, packet_of
 from codetta.capture.masks import mask_argument, mask_has_a_name
 from codetta.errors import CheckError
 from codetta.ir import view as views
@@ -281,8 +281,7 @@ class _Writer:
         return f"({text})"
 
     def _run(self, each: fx.Node) -> str:
-        target = each.target
-        packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else None
+        target, packet = each.target, packet_of(each)
         args = [self.spell(arg) for arg in each.args]
         if packet in (aten.view, aten._unsafe_view):
             return f"{args[0]}.reshape({args[1]})"  # what a program stored may lie otherwise in memory
