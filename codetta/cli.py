@@ -39,8 +39,9 @@ from codetta.bench.run import (
 from codetta.bench.samples import Sizes, library_names, sample
 from codetta.errors import ArgumentError
 from codetta.plan.target import TARGETS, device_target
+from codetta.progress import bar
 from codetta.runtime.cache import Cache, default_directory
-from codetta.terminal import Json, bar, finish, reported, screen
+from codetta.terminal import Json, finish, reported, screen
 
 app = typer.Typer(help="GEMM-epilogue programs: one matrix product and everything that follows it, in one kernel.", no_args_is_help=True, pretty_exceptions_enable=False)  # fmt: skip
 bench_app = typer.Typer(help="Measure, with the baselines in the same run.", no_args_is_help=True)
@@ -194,7 +195,7 @@ def kernels(
     )  # fmt: skip
     console = screen(as_json)
     jobs = bench.jobs()
-    with bar(console, "ceilings", len(jobs)) as advance:
+    with bar("ceilings", len(jobs)) as advance:
         record = run_kernels(bench, "codetta " + " ".join(sys.argv[1:]), lambda row: advance(row["program"]))
     console.print(kernel_table(record))
     console.print(summary(record), highlight=False)
@@ -211,8 +212,9 @@ def block(
     tokens: Annotated[int, typer.Option(help="Tokens; default 16384 on a GPU, 512 on a CPU.")] = 0,
     sizes: SizesOption = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="A whole model's prefill too: llama-3.2-1b, llama-7b; may be repeated.")
+        list[str] | None, typer.Option(help="A whole model's prefill too, llama-3.2-1b or all; may be repeated.")
     ] = None,
+    layers: Annotated[int, typer.Option(help="Give the models so many layers; default: as published.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be repeated.")] = None,
     device: Device = "",
     rounds: Annotated[int, typer.Option(help="Rounds of measurements; more is calmer.")] = 3,
@@ -221,16 +223,17 @@ def block(
 ) -> None:
     """A Transformer block without its attention, compiled: against eager, torch.compile and the bare products."""
     from codetta.bench.block import IMPLEMENTATIONS, BlockBench, run_block
-    from codetta.bench.prefill import measure_prefill
+    from codetta.bench.prefill import SHAPES, measure_prefill
 
     bench = BlockBench(pick_device(device), tokens, parse_sizes(sizes), tuple(only or IMPLEMENTATIONS), rounds)
     console = screen(as_json)
-    total = (len(bench.jobs()) + len(model or [])) * len(bench.implementations)
-    with bar(console, "ceilings", total) as advance:
+    models = [name for name in SHAPES if name != "tiny"] if model == ["all"] else model or []
+    total = (len(bench.jobs()) + len(models)) * len(bench.implementations)
+    with bar("ceilings", total) as advance:
         record = run_block(bench, "codetta " + " ".join(sys.argv[1:]), lambda row: advance(f"D {row['D']}"))
-        for name in model or []:
+        for name in models:
             record.rows += measure_prefill(
-                name, bench.device, implementations=bench.implementations, on_row=lambda row: advance(row["model"])
+                name, bench.device, bench.implementations, layers, on_row=lambda row: advance(row["model"])
             )
     console.print(block_table(record))
     if out is not None:
@@ -439,7 +442,7 @@ def demo(device: Device = "", as_json: Json = False) -> None:
     rows, d, f, dtype = demo_module.sizes(where)
     console.print(f"{rows} rows, D = {d}, F = {f}, {dtype}, on {device_name(where)}", highlight=False)
     shown = []
-    with bar(console, "demo", len(demo_module.NAMES)) as advance:
+    with bar("demo", len(demo_module.NAMES)) as advance:
         for each in demo_module.demo(where):
             shown.append(each)
             advance(each.name)

@@ -5,7 +5,7 @@
     capture/      what depends on a matrix product becomes values on token matrices; laws (rewrite/) are applied on the way
     placement     which program computes which value; what is known too late for any is left to the graph
     partition     what each program reads and stores, and the order of launches
-    runtime/      the plan as one Python function; dispatch.py picks the backend of each program
+    runtime/      kernels built side by side, the plan as one Python function; dispatch.py picks the backend of each program
 
 A Program is data (program.py). A function of the accumulator, written by hand, becomes one too: dsl.py, trace.py, call.py.
 Dynamo hands over the graphs, see integrations/dynamo.py.
@@ -23,7 +23,9 @@ from codetta.dispatch import debug_level, why_never
 from codetta.errors import Reason
 from codetta.options import Options
 from codetta.partition import Launch, PartitionError, Plan, partition
+from codetta.progress import bar
 from codetta.rewrite.scale import row_scale_commutes
+from codetta.runtime.ahead import Ahead
 from codetta.runtime.executor import CompileRegion, Executor
 
 
@@ -31,7 +33,12 @@ def compile_graph(
     module: fx.GraphModule, parameters: Iterable[fx.Node], options: Options, compile_region: CompileRegion | None
 ) -> Executor:
     """An aten graph as something to call with its inputs. compile_region: who compiles what no program covers, if anybody."""
-    executor = Executor(plan_of(module, parameters, options), compile_region)
+    plan = plan_of(module, parameters, options)
+    kernels = Ahead(plan)
+    # While kernels are built, who compiles regions does that.
+    executor = Executor(plan, compile_region)
+    with bar("codetta: kernels", len(kernels), options.progress) as advance:
+        kernels.wait(advance)
     show(executor)
     return executor
 

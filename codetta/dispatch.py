@@ -38,7 +38,7 @@ def choose(program: Program, binding: Binding, wanted: str | None = None) -> tup
     # Nothing to multiply, or a precision that only the reference has: not worth a word.
     if binding.rows == 0 or program.k == 0 or (wanted is None and program.a_dtype == torch.float64):
         return reference, []
-    fast = load_backend(wanted or ("triton" if binding.a.is_cuda else "cpu"))
+    fast = load_backend(wanted or _fast(binding.a.device))
     reasons = fast.why_not(program, binding)
     if not reasons:
         return fast, []
@@ -51,7 +51,17 @@ def why_never(program: Program, device: torch.device) -> list[Reason]:
     """Why no fast backend could run the program on the device; builds its kernel where that does not depend on tensors."""
     if device.type not in ("cpu", "cuda"):
         return [Reason("device", f"{device.type} has no backend")]
-    return load_backend("triton" if device.type == "cuda" else "cpu").why_never(program, device)
+    return load_backend(_fast(device)).why_never(program, device)
+
+
+def build(program: Program, binding: Binding, device: torch.device) -> None:
+    """Have the fast backend build what it would launch for such tensors; they may be without memory (meta)."""
+    if program.a_dtype != torch.float64 and binding.rows and not why_never(program, device):
+        load_backend(_fast(device)).build(program, binding, device)
+
+
+def _fast(device: torch.device) -> str:
+    return "triton" if device.type == "cuda" else "cpu"
 
 
 @cache

@@ -143,7 +143,7 @@ def _program(plan: Plan, step: Launch) -> ProgramReport:
         laws.append("products_merge")
     if program.sinks:
         laws.append("statistic_splits")
-    rows, target = views.hint(origins[0].meta["val"].shape[0]), device_target(step.device)
+    rows, target = views.hint(step.rows), device_target(step.device)
     return ProgramReport(
         program.name,
         _where(origins[0]),

@@ -14,10 +14,12 @@ class Options:
     """numerics: "default" admits laws that reassociate, "strict" only exact ones: no norm is deferred (rewrite/).
     leftover: who runs what no program covers: Inductor, the graph's own operators one by one, or Inductor where it pays
     ("auto": on a GPU, and on a CPU where the tensors are large) (integrations/).
+    progress: a bar while kernels are built; None shows it where stderr is a terminal (compiler.py).
     """
 
     numerics: str = "default"
     leftover: str = "auto"
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         if self.numerics not in ("default", "strict"):

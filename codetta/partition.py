@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -39,6 +40,7 @@ class Launch:
     number: int
     device: torch.device
     program: Program
+    rows: Any  # a size, symbolic perhaps
     a: Source
     weights: list[tuple[str, Node | None]]  # a weight's name and its gain
     operands: dict[str, Source]
@@ -291,6 +293,7 @@ class _Partition:
             group.number,
             self.graph.origin[used[0]].meta["val"].device,
             program,
+            self.graph.origin[used[0]].meta["val"].shape[0],
             a,
             [(product.attr("weight"), product.attr("gain")) for product in used],
             {name: source for name, source in sources.items() if name in read},

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from codetta.errors import CodettaError
 
@@ -42,12 +40,3 @@ def finish(as_json: bool, value: Any) -> None:
     if as_json:
         sys.stdout.write(json.dumps(value) + "\n")
         sys.stdout.flush()
-
-
-@contextmanager
-def bar(console: Console, what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar; the function it yields counts one more and says what is next."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda text: progress.update(task, advance=1, description=text)

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "codetta"
 
 # From the bottom up: a module may import from its own layer and from earlier ones in this list, never from a later one.
 LAYERS: list[tuple[str, list[str]]] = [
-    ("errors", ["codetta.errors", "codetta.options"]),
+    ("errors", ["codetta.errors", "codetta.options", "codetta.progress"]),
     ("ir", ["codetta.ir"]),
     ("rewrite", ["codetta.rewrite"]),
     ("program", ["codetta.program"]),

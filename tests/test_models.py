@@ -92,7 +92,7 @@ def test_zoo(name: str, dtype: str) -> None:
     exact = truth_of(entry, model)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     parameters = dict(model.named_parameters())
-    codetta.compile(model)
+    codetta.compile(model, dynamic=True)
     for batch, length in ((2, 12), (3, 7)):
         check(model, exact, entry.example(batch, length, dtype=DTYPES[dtype]), DTYPES[dtype])
     assert len(executors(model)) == 1, "another shape was compiled anew"
@@ -267,7 +267,7 @@ def test_other_dtype_and_back(by_reference: None) -> None:
 
 
 def test_lengths(by_reference: None) -> None:
-    """Sizes of one are compiled for themselves; all others share what the first of them made."""
+    """The first sizes are compiled for themselves, and so are sizes of one; all others share one compilation."""
     entry = ZOO["llama"]
     model, exact = entry.model(), entry.model(torch.float64)
     codetta.compile(model)
@@ -278,6 +278,33 @@ def test_lengths(by_reference: None) -> None:
     assert len(executors(model)) - warm <= 2
     for batch, length in ((1, 1), (3, 1)):
         check(model, exact, entry.example(batch, length), torch.float32)
+
+
+def test_what_grows_out_of_sight(by_reference: None) -> None:
+    """A cache inside of an object changes its size while the inputs do not: a few compilations, then one for all."""
+
+    class Box:
+        def __init__(self) -> None:
+            self.seen = torch.zeros(1, 16)
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, box: Box) -> torch.Tensor:
+            box.seen = torch.cat((box.seen, torch.tanh(self.linear(x))))
+            return box.seen.sum(0)
+
+    torch.manual_seed(0)
+    model = Remembers()
+    plain, ours, x = Box(), Box(), torch.randn(3, 16)
+    with torch.no_grad():
+        expected = [model(x, plain) for _ in range(12)]
+        codetta.compile(model)
+        for want in expected:
+            torch.testing.assert_close(model(x, ours), want)
+    assert len(executors(model)) <= 5
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------

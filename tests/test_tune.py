@@ -86,11 +86,10 @@ def test_a_damaged_entry_is_ignored() -> None:
 
 def test_a_tile_that_is_no_longer_legal_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     program, binding = call()
-    backend = TritonBackend()
-    legal, _ = backend.candidates(program, binding)
+    legal, _ = TritonBackend().candidates(program, binding)
     for tile, chosen in ((legal[-1], legal[-1]), (Tile(96, 96, 7), legal[0])):
         monkeypatch.setattr(TritonBackend, "tuned", lambda *_, tile=tile: replace(TUNED, tile=tile))
-        assert backend.tile(program, binding) == chosen
+        assert TritonBackend().tile(program, binding) == chosen
 
 
 def test_selection_takes_of_every_loop() -> None:

@@ -22,6 +22,10 @@ class Backend(Protocol):
     def why_never(self, program: Program, device: torch.device) -> list[Reason]:
         """Why it could not run the program on any tensors of the device; empty if on most it can. May build the kernel."""
 
+    def build(self, program: Program, binding: Binding, device: torch.device) -> None:
+        """Build what `run` would launch on the device for such tensors, which may be without memory; threads may do so side by
+        side. What cannot be built is left to `why_not` and `run` to complain of."""
+
     def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
         """Fill the bound outputs and return them by name, reductions as unfinished Stats."""
 

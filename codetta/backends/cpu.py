@@ -64,6 +64,9 @@ class Cpu:
     def why_never(self, program: Program, device: torch.device) -> list[Reason]:
         return [] if program in self._kernels else self._prepare(program)
 
+    def build(self, program: Program, binding: Binding, device: torch.device) -> None:
+        self.why_never(program, device)
+
     def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
         reasons = self.why_not(program, binding)
         if reasons:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -54,11 +55,20 @@ def descriptors(program: Program, binding: Binding, tile: Tile) -> list[Any]:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     found = []
-    for _, role, what in gluon_gemm.descriptors(program, tile):
+    for role, what, block, layout in _blocks(program, tile):
         matrix = _matrix(program, binding, role, what)
         assert matrix is not None
+        found.append(TensorDescriptor.from_tensor(matrix, block, layout))
+    return found
+
+
+@cache
+def _blocks(program: Program, tile: Tile) -> list[tuple[str, object, list[int], Any]]:
+    """What each descriptor addresses, its block and how that lies in shared memory; on the way of every call."""
+    found = []
+    for _, role, what in gluon_gemm.descriptors(program, tile):
         block, dtype = gluon_gemm.block_of(program, tile, role, what)
-        found.append(TensorDescriptor.from_tensor(matrix, block, gluon_gemm.shared_layout(block, dtype)))
+        found.append((role, what, block, gluon_gemm.shared_layout(block, dtype)))
     return found
 
 

@@ -238,6 +238,9 @@ class Reference:
     def why_never(self, program: Program, device: torch.device) -> list[Reason]:
         return []
 
+    def build(self, program: Program, binding: Binding, device: torch.device) -> None:
+        return None
+
     def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
         return run(program, binding)
 

@@ -25,7 +25,7 @@ from codetta.plan.choose import bucket, candidates
 from codetta.plan.target import COPY_ALIGNMENT, Target, device_target, unit_count
 from codetta.plan.tile import Tile, alignment_reason
 from codetta.plan.traffic import CONSUMERS, SPECIALISED
-from codetta.plan.tune import Tuned, TuneKey, find
+from codetta.plan.tune import Tuned, TuneKey, find, generation
 from codetta.program import Operand, Program, Store
 from codetta.runtime.bind import Binding, layout_strides
 from codetta.runtime.cache import Cache, key_of
@@ -43,6 +43,9 @@ def interpreting() -> bool:
 class TritonBackend:
     name = "triton"
 
+    def __init__(self) -> None:
+        self._known: dict[object, Tile | None] = {}  # tiles of calls that were seen before
+
     def why_not(self, program: Program, binding: Binding) -> list[Reason]:
         device = binding.a.device
         if not (device.type == "cuda" or interpreting()):
@@ -57,7 +60,7 @@ class TritonBackend:
         reasons = unsupported(program, target)
         if reasons:
             return reasons
-        return [] if self._best(program, binding) else self.candidates(program, binding)[1]
+        return [] if self._best(program, binding, device) else self.candidates(program, binding)[1]
 
     def why_never(self, program: Program, device: torch.device) -> list[Reason]:
         target = device_target(device)
@@ -67,6 +70,12 @@ class TritonBackend:
         tiles, refused = candidates(program, bucket(LARGE), target, True)
         return [] if tiles else list(refused)
 
+    def build(self, program: Program, binding: Binding, device: torch.device) -> None:
+        tile = self._best(program, binding, device)
+        if tile is not None:
+            torch.cuda.set_device(device)  # each thread has a current device of its own
+            self.compile(program, binding, tile)
+
     def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
         return self.launch(program, binding, self.tile(program, binding))
 
@@ -75,23 +84,26 @@ class TritonBackend:
 
     def tile(self, program: Program, binding: Binding) -> Tile:
         """The tile for this call: tuned if it has been, else the default."""
-        best = self._best(program, binding)
+        best = self._best(program, binding, binding.a.device)
         if best is None:
             raise LoweringError(f"no legal tile for {program.name}", self.candidates(program, binding)[1])
         return best
 
-    def _best(self, program: Program, binding: Binding) -> Tile | None:
-        """The first tile that these tensors can take; on the way of every call, so it looks no further."""
-        target, tuned = device_target(binding.a.device), self.tuned(program, binding)
-        tiles, _ = candidates(program, bucket(binding.rows), target, aligned(program, binding))
-        # What was tuned for other tensors of this bucket, or by another version, may be illegal here.
-        first = (tuned.tile,) if tuned and tuned.tile in tiles else ()
-        fits = (tile for tile in (*first, *tiles) if not _why_not_tensors(program, binding, tile))
-        return next(fits, None)
+    def _best(self, program: Program, binding: Binding, device: torch.device) -> Tile | None:
+        """The first tile that such tensors on the device can take; on the way of every call, so it looks no further."""
+        key = (program, device, generation(), *_layout(program, binding))
+        if key not in self._known:
+            target, tuned = device_target(device), self.tuned(program, binding, device)
+            tiles, _ = candidates(program, bucket(binding.rows), target, aligned(program, binding))
+            # What was tuned for other tensors of this bucket, or by another version, may be illegal here.
+            first = (tuned.tile,) if tuned and tuned.tile in tiles else ()
+            fits = (tile for tile in (*first, *tiles) if not _why_not_tensors(program, binding, tile))
+            self._known[key] = next(fits, None)
+        return self._known[key]
 
-    def tuned(self, program: Program, binding: Binding) -> Tuned | None:
-        """What tuning has found for such calls on this device, if it has run."""
-        return find(tune_key(program, binding)) if binding.a.is_cuda else None
+    def tuned(self, program: Program, binding: Binding, device: torch.device) -> Tuned | None:
+        """What tuning has found for such calls on the device, if it has run."""
+        return find(tune_key(program, binding, device)) if device.type == "cuda" else None
 
     def candidates(
         self, program: Program, binding: Binding, target: Target | None = None
@@ -151,7 +163,7 @@ class TritonBackend:
 
     @staticmethod
     def _widen(program: Program, binding: Binding) -> bool:
-        return not binding.a.is_cuda and program.a_dtype == torch.bfloat16
+        return binding.a.device.type == "cpu" and program.a_dtype == torch.bfloat16
 
 
 def unsupported(program: Program, target: Target | None) -> list[Reason]:
@@ -214,9 +226,19 @@ def load(text: str, name: str) -> ModuleType:
     return module
 
 
-def tune_key(program: Program, binding: Binding) -> TuneKey:
-    """Under what the tile of such a call is remembered."""
-    return TuneKey(program, binding.a.device, bucket(binding.rows), aligned(program, binding))
+def tune_key(program: Program, binding: Binding, device: torch.device | None = None) -> TuneKey:
+    """Under what the tile of such a call is remembered; on another device than the tensors are on, if it is given."""
+    return TuneKey(program, device or binding.a.device, bucket(binding.rows), aligned(program, binding))
+
+
+def _layout(program: Program, binding: Binding) -> list[object]:
+    """All that the choice of a tile can depend on, of the tensors of a call."""
+    tensors = [binding.a, *binding.b, *binding.operands.values(), *binding.outputs.values()]
+    found: list[object] = [binding.rows, binding.samples, binding.batch]
+    found += [
+        (each.shape, each.stride(), each.data_ptr() % COPY_ALIGNMENT) for each in tensors if not isinstance(each, Stat)
+    ]
+    return found
 
 
 def aligned(program: Program, binding: Binding) -> bool:

@@ -1,9 +1,10 @@
-"""Whole models for `codetta bench block`: prefill of published shapes with random weights, compiled against the peers."""
+"""Whole models for `codetta bench block`: published shapes with random weights, compiled against the peers."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,60 +14,115 @@ from codetta.bench.run import Row
 from codetta.bench.timing import medians
 from codetta.errors import ArgumentError
 
-# Sizes as published: layers, width, hidden, heads, key-value heads, head, vocabulary, tied embeddings.
-SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
-    "llama-3.2-1b": (16, 2048, 8192, 32, 8, 64, 128256, True),
-    "llama-7b": (32, 4096, 11008, 32, 32, 128, 32000, False),
-    "tiny": (2, 256, 512, 4, 2, 64, 1000, False),  # for a machine without a GPU
-}
 IMPLEMENTATIONS = ("eager", "compile", "compile-max", "codetta")
 
 
-def build(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """A causal language model of that shape with random weights; needs transformers."""
+@dataclass(frozen=True)
+class Shape:
+    """A model as published: classes of transformers and the settings that are not their defaults."""
+
+    config: str
+    model: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    batch: int = 2
+    length: int = 8192
+    attention: str = "sdpa"
+
+
+def _settings(
+    layers: int, width: int, hidden: int, heads: int, kv: int, head: int, vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers, "hidden_size": width, "intermediate_size": hidden, "num_attention_heads": heads,
+        "num_key_value_heads": kv, "head_dim": head, "vocab_size": vocabulary, "max_position_embeddings": 16384, **more,
+    }  # fmt: skip
+
+
+def _llama(*sizes: int, **more: Any) -> Shape:
+    return Shape("LlamaConfig", "LlamaForCausalLM", _settings(*sizes, **more))
+
+
+# Batch times length is about 16384 tokens everywhere; a model without so long a context gets a larger batch.
+SHAPES: dict[str, Shape] = {
+    "llama-3.2-1b": _llama(16, 2048, 8192, 32, 8, 64, 128256, tie_word_embeddings=True),
+    "llama-7b": _llama(32, 4096, 11008, 32, 32, 128, 32000),
+    "qwen2-1.5b": Shape("Qwen2Config", "Qwen2ForCausalLM", _settings(28, 1536, 8960, 12, 2, 128, 151936)),
+    "qwen3-0.6b": Shape("Qwen3Config", "Qwen3ForCausalLM", _settings(28, 1024, 3072, 16, 8, 128, 151936)),
+    "mistral-7b": Shape("MistralConfig", "MistralForCausalLM", _settings(32, 4096, 14336, 32, 8, 128, 32768, sliding_window=None)),
+    "gemma-2-2b": Shape(
+        "Gemma2Config", "Gemma2ForCausalLM", _settings(26, 2304, 9216, 8, 4, 256, 256000), batch=8, length=2048, attention="eager"
+    ),
+    "phi-3-mini": Shape("Phi3Config", "Phi3ForCausalLM", _settings(32, 3072, 8192, 32, 32, 96, 32064, pad_token_id=0)),
+    "pythia-1b": Shape(
+        "GPTNeoXConfig", "GPTNeoXForCausalLM",
+        {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 8, "vocab_size": 50304},
+        batch=8, length=2048,
+    ),
+    "gpt2": Shape("GPT2Config", "GPT2LMHeadModel", {}, batch=16, length=1024),
+    "bert-base": Shape("BertConfig", "BertModel", {}, batch=32, length=512),
+    "vit-base": Shape("ViTConfig", "ViTModel", {}, batch=64, length=197),
+    "tiny": _llama(2, 256, 512, 4, 2, 64, 1000),  # for a machine without a GPU
+}  # fmt: skip
+
+
+def build(name: str, device: torch.device, dtype: torch.dtype, layers: int = 0) -> Any:
+    """A model of that shape with random weights, with so many layers if they are given; needs transformers."""
     if name not in SHAPES:
         raise ArgumentError("model", f"{name!r} is unknown", f"use one of {', '.join(SHAPES)}")
     try:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        import transformers
     except ImportError:
         raise ArgumentError("model", "needs the package transformers", "install codetta[zoo]") from None
-    layers, width, hidden, heads, kv, head, vocabulary, tied = SHAPES[name]
-    config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv, head_dim=head, max_position_embeddings=16384, tie_word_embeddings=tied, attn_implementation="sdpa",
-        use_cache=False,
-    )  # fmt: skip
+    shape = SHAPES[name]
+    settings = shape.settings | ({"num_hidden_layers": layers} if layers else {})
+    config = getattr(transformers, shape.config)(**settings)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
     torch.manual_seed(0)
     with torch.device(device):
-        return LlamaForCausalLM(config).to(dtype).eval()
+        model = getattr(transformers, shape.model)._from_config(config, attn_implementation=shape.attention)
+    return model.to(dtype).eval()
+
+
+def inputs(name: str, model: Any, device: torch.device, dtype: torch.dtype, batch: int, length: int) -> dict[str, Any]:
+    """What a prefill gives the model: tokens, or images; of a language model, the last token's logits are asked for."""
+    config = model.config
+    if hasattr(config, "image_size"):
+        size = (batch, config.num_channels, config.image_size, config.image_size)
+        return {"pixel_values": torch.randn(size, device=device).to(dtype)}
+    found: dict[str, Any] = {"input_ids": torch.randint(0, config.vocab_size, (batch, length), device=device)}
+    if SHAPES[name].model.endswith(("CausalLM", "LMHeadModel")):
+        found |= {"use_cache": False, "logits_to_keep": 1}
+    return found
 
 
 @torch.no_grad()
 def measure_prefill(
     name: str,
     device: torch.device,
-    batch: int = 2,
-    length: int = 0,
     implementations: tuple[str, ...] = IMPLEMENTATIONS,
+    layers: int = 0,
     rounds: int = 2,
     on_row: Callable[[Row], None] | None = None,
 ) -> list[Row]:
     """One row for each contender: the time to read a prompt and give the logits of its last token."""
-    length = length or (8192 if device.type == "cuda" else 64)
-    model = build(name, device, torch.bfloat16)
-    ids = torch.randint(0, SHAPES[name][6], (batch, length), device=device)
-    named = {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
+    model = build(name, device, torch.bfloat16, layers)
+    shape, gpu = SHAPES[name], device.type == "cuda"
+    batch, length = (shape.batch, shape.length) if gpu else (2, 64)
+    named = inputs(name, model, device, torch.bfloat16, batch, length)
     wanted = tuple(each for each in implementations if each in IMPLEMENTATIONS)
     contenders = contestants(model, (), wanted, named=named)
     error = None
     if "codetta" in contenders:
-        ours: Any = contenders["codetta"]()
-        plain: Any = model(**named)
-        error = float((ours.logits - plain.logits).float().norm() / plain.logits.float().norm())
+        results: list[Any] = [contenders["codetta"](), model(**named)]
+        ours, plain = (next(iter(each.values())) for each in results)
+        error = float((ours - plain).float().norm() / plain.float().norm())
     times = medians(contenders, device, rounds=rounds, rep_ms=300.0)
     rows = []
+    tokens = next(iter(named.values())).shape[0] * length
     for impl, ms in times.items():
-        row: Row = {"model": name, "tokens": batch * length, "pass": "prefill", "impl": impl, "ms": round(ms, 4)}
+        row: Row = {"model": name, "layers": model.config.num_hidden_layers, "tokens": tokens}
+        row |= {"pass": "prefill", "impl": impl, "ms": round(ms, 4)}
         if impl == "codetta" and error is not None:
             row["distance"] = round(error, 5)  # from eager's logits
         rows.append(row)
@@ -75,6 +131,6 @@ def measure_prefill(
     del model, contenders
     gc.collect()
     torch._dynamo.reset()
-    if device.type == "cuda":
+    if gpu:
         torch.cuda.empty_cache()
     return rows

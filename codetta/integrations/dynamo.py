@@ -24,22 +24,23 @@ Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 
 def compile(
-    model: Compiled, *, options: Options | None = None, dynamic: bool | None = True, backend: Backend | None = None
+    model: Compiled, *, options: Options | None = None, dynamic: bool | None = None, backend: Backend | None = None
 ) -> Compiled:
     """The model, rewritten: same module, same parameters, same answers; calls go through GEMM-epilogue programs.
 
-    dynamic: sizes of inputs are symbols, so that one compilation serves every batch and length; False fixes them.
+    dynamic: True makes the sizes of inputs symbols, so that one compilation serves every batch and length; False compiles for each
+    anew. None: the first sizes have code of their own, all others share one.
     backend: one that remembers what it made, for those who want to look at it.
     """
     if not callable(model):
         raise ArgumentError("model", f"is a {type(model).__name__}", "pass an nn.Module or a function of tensors")
     backend = backend or Backend(options or Options())
-    if isinstance(model, nn.Module):
-        call = torch.compile(_own_frame(model._call_impl), backend=backend, dynamic=dynamic)
-        model._compiled_call_impl = fixed = _numbers_fixed(call)
-        fixed.backend = backend  # on the call, not on the module: a copy of the model is a plain one
-        return model
-    return _numbers_fixed(torch.compile(model, backend=backend, dynamic=dynamic))
+    function = model._call_impl if isinstance(model, nn.Module) else model
+    frame: Any = _Call(function, backend, dynamic) if dynamic is not None else _FirstSizes(function, backend)
+    if not isinstance(model, nn.Module):
+        return frame
+    model._compiled_call_impl = frame
+    return model
 
 
 def backend_of(model: Any) -> Backend | None:
@@ -65,14 +66,56 @@ def _own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
 _numbers = itertools.count()
 
 
-def _numbers_fixed(call: Any) -> Any:
-    """Sizes are symbols, but numbers such as a norm's eps are what they are, and no inputs."""
+class _Call:
+    """A compiled function and who compiled it, which lies here and not on the module: a copy of the model is a plain one."""
 
-    def fixed(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, function: Callable[..., Any], backend: Backend, dynamic: bool) -> None:
+        self.backend = backend
+        self.call: Any = torch.compile(_own_frame(function), backend=backend, dynamic=dynamic)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Sizes may be symbols, but numbers such as a norm's eps are what they are, and no inputs.
         with torch._dynamo.config.patch(specialize_float=True, recompile_limit=64):
-            return call(*args, **kwargs)
+            return self.call(*args, **kwargs)
 
-    return fixed
+
+class _FirstSizes:
+    """Code for the first sizes, which is made sooner and knows more, and code for all others.
+
+    What grows out of sight of the inputs (a cache inside of an object) would have the first made anew again and again: after `MOST`
+    times, everything goes to the second.
+    """
+
+    MOST = 3
+
+    def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
+        self.backend = backend
+        self.first, self.others = (_Call(function, backend, dynamic) for dynamic in (False, True))
+        self.sizes: list[object] | None = None
+        self.made = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        sizes = _sizes((args, kwargs))
+        if self.sizes is None:
+            self.sizes = sizes
+        if sizes != self.sizes or self.made >= self.MOST:
+            return self.others(*args, **kwargs)
+        before = self.backend.graphs
+        try:
+            return self.first(*args, **kwargs)
+        finally:
+            self.made += self.backend.graphs != before
+
+
+def _sizes(argument: Any) -> list[object]:
+    """Of the tensors in arguments, in order."""
+    if isinstance(argument, torch.Tensor):
+        return [argument.shape]
+    if isinstance(argument, dict):
+        argument = argument.values()
+    elif not isinstance(argument, tuple | list):
+        return []
+    return [size for each in argument for size in _sizes(each)]
 
 
 class Backend:
@@ -81,12 +124,15 @@ class Backend:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.executors: list[Executor] = []
+        self.graphs = 0  # that were handed over
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from torch._dynamo.backends.common import aot_autograd
-        from torch._inductor.compile_fx import compile_fx
 
+        self.graphs += 1
         if torch.is_grad_enabled() and _needs_gradients(module, inputs):
+            from torch._inductor.compile_fx import compile_fx
+
             trained: Any = compile_fx(module, inputs)
             return trained
         return aot_autograd(fw_compiler=self.compile_graph, inference_compiler=self.compile_graph)(module, inputs)

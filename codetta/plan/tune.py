@@ -50,13 +50,21 @@ def remember(key: TuneKey, tuned: Tuned) -> None:
     """Keep a complete result. It is one file, renamed into place: whoever is interrupted leaves the old one."""
     Cache("tune").put_json(_disk_key(key), dataclasses.asdict(tuned))
     _found[key] = tuned
+    _changes.append(None)
 
 
 def forget() -> None:
     """Drop what this process has read, so that the disk is asked again."""
     _found.clear()
+    _changes.append(None)
 
 
+def generation() -> int:
+    """Another number after every change to what is remembered."""
+    return len(_changes)
+
+
+_changes: list[None] = []
 _found: dict[TuneKey, Tuned | None] = {}
 
 

@@ -1,7 +1,7 @@
 """Attention as plans call it: the operator that the graph had, told what its mask is where the mask is made of sizes alone.
 
 A causal mask as a matrix costs a pass over it and hides from the kernel that half of the work need not be done. A mask that
-depends on sizes alone is looked at once for each size, and then never made again if it is one that kernels know by name.
+depends on sizes alone is looked at once for each size. If it is one that kernels know by name, it is never made again.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ CAUSAL, FULL = "causal", "full"
 
 @dataclass
 class SizedMask:
-    """Called with sizes: the mask itself, or its name if kernels know it by name."""
+    """Called with sizes: the mask itself, or its name if kernels know it by name. The last mask without a name is kept."""
 
     make: Callable[..., Any]
     known: dict[tuple[int, ...], str | None] = field(default_factory=dict)
+    last: tuple[tuple[int, ...], Tensor] | None = None
 
     def __call__(self, *sizes: int) -> Tensor | str:
-        if sizes in self.known and (name := self.known[sizes]) is not None:
+        name = self.known.get(sizes)
+        if name is not None:
             return name
-        (mask,) = self.make(*sizes)
-        if sizes not in self.known:
-            self.known[sizes] = name_of(mask)
-            return self.known[sizes] or mask
-        return mask
+        if self.last is None or self.last[0] != sizes:
+            (mask,) = self.make(*sizes)
+            name = self.known.setdefault(sizes, name_of(mask))
+            if name is not None:
+                return name
+            self.last = sizes, mask
+        return self.last[1]
 
 
 def name_of(mask: Tensor) -> str | None:

@@ -299,9 +299,7 @@ class _Writer:
         return f"{self.object(target)}({', '.join(args + kwargs)})"
 
     def _mask(self, step: Mask) -> None:
-        module = self._module(step.makes)
-        compiled = self.compile_region(module) if self.compile_region is not None else None
-        made = SizedMask(compiled or module)
+        made = SizedMask(self._module(step.makes))
         sizes = ", ".join(self.variable(each) for each in step.makes.inputs)
         self.lines.append(f"{self.variable(step.target)} = {self.object(made)}({sizes})")
 
