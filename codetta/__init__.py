@@ -3,7 +3,7 @@
 from codetta import library
 from codetta.call import Epilogue, epilogue
 from codetta.dsl import (
-    Col, Group, Moments, Row, SampleRow, Scalar, Table, Tile, Value, cast, clamp, col_index, col_max, col_sum, dropout, erf, exp, floor,
+    Col, Group, Moments, Row, SampleRow, Scalar, Table, Tile, Value, cast, clamp, col_index, col_max, col_sum, dropout, erf, erfc, exp, floor,
     gelu, group_max, group_sum, halves, join, log, maximum, minimum, pairs, parts, pick, quantize, relu, round, row_index,
     row_lse, row_max, row_moments, row_sum, rsqrt, sigmoid, silu, softcap, spread, sqrt, squared_relu, store, tanh, where,
 )  # fmt: skip

@@ -19,8 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from torch import fx
 
 from codetta.capture import capture
+from codetta.capture.attention import heads_are_shared
 from codetta.dispatch import debug_level, why_never
 from codetta.errors import Reason
+from codetta.ir.view import hint
 from codetta.options import Options
 from codetta.partition import Launch, PartitionError, Plan, partition
 from codetta.progress import bar
@@ -58,6 +60,7 @@ def show(executor: Executor) -> None:
 def plan_of(module: fx.GraphModule, parameters: Iterable[fx.Node], options: Options) -> Plan:
     """capture, rewrite, partition, until every program is one that a backend can run; the rest stays with the graph."""
     graph, parameters = without_repeats(module, parameters)
+    heads_are_shared(graph)
     laws = [row_scale_commutes] if options.numerics == "default" else []
     left: dict[fx.Node, Reason] = {}
     while True:
@@ -84,8 +87,8 @@ def without_repeats(module: fx.GraphModule, parameters: Iterable[fx.Node]) -> tu
 
 
 def why_never_all(plan: Plan) -> dict[int, Reason]:
-    """Programs that no backend can run, by number; kernels that need no tensors to be built are built side by side."""
+    """Programs that no backend can run, or not as fast as separate kernels, by number; kernels that need no tensors to be built are built side by side."""
     steps = [step for step in plan.steps if isinstance(step, Launch)]
     with ThreadPoolExecutor() as pool:
-        reasons = list(pool.map(lambda step: why_never(step.program, step.device), steps))
+        reasons = list(pool.map(lambda step: why_never(step.program, step.device, hint(step.rows)), steps))
     return {step.number: found[0] for step, found in zip(steps, reasons, strict=True) if found}

@@ -47,16 +47,16 @@ def choose(program: Program, binding: Binding, wanted: str | None = None) -> tup
     return reference, reasons
 
 
-def why_never(program: Program, device: torch.device) -> list[Reason]:
-    """Why no fast backend could run the program on the device; builds its kernel where that does not depend on tensors."""
+def why_never(program: Program, device: torch.device, rows: int) -> list[Reason]:
+    """Why no fast backend should run the program on so many rows on the device; builds its kernel where that needs no tensors."""
     if device.type not in ("cpu", "cuda"):
         return [Reason("device", f"{device.type} has no backend")]
-    return load_backend(_fast(device)).why_never(program, device)
+    return load_backend(_fast(device)).why_never(program, device, rows)
 
 
 def build(program: Program, binding: Binding, device: torch.device) -> None:
     """Have the fast backend build what it would launch for such tensors; they may be without memory (meta)."""
-    if program.a_dtype != torch.float64 and binding.rows and not why_never(program, device):
+    if program.a_dtype != torch.float64 and binding.rows:
         load_backend(_fast(device)).build(program, binding, device)
 
 

@@ -25,6 +25,7 @@ from codetta.ir.graph import Frame, Node, Space, node, rebuilt
 from codetta.ir.op import OPS, QUANTISED, is_sink
 from codetta.ir.show import formula
 from codetta.program import LAYOUTS
+from codetta.rewrite.onesided import one_plus_is_one_sided
 
 
 class Value:
@@ -265,7 +266,8 @@ def _apply(op: str, *args: Any, **attrs: Any) -> Value:
     nodes = [_repeated(each, cols) for each in nodes]
     if OPS[op].shape == "elementwise":
         _check_columns(op, nodes)
-    return Value(node(op, *nodes, **attrs))
+    made = node(op, *nodes, **attrs)
+    return Value(one_plus_is_one_sided(made) or made)
 
 
 def _as_number(value: Node) -> Node:
@@ -343,6 +345,11 @@ def erf(x: Numeric) -> Value:
     return _apply("erf", x)
 
 
+def erfc(x: Numeric) -> Value:
+    """1 - erf(x), which keeps its digits where erf is close to 1."""
+    return _apply("erfc", x)
+
+
 def round(x: Numeric) -> Value:
     """To the nearest whole number, ties to even."""
     return _apply("round", x)
@@ -391,7 +398,7 @@ def gelu(x: Value, approximate: str = "none") -> Value:
         return x * sigmoid(x * (1.0 + 0.044715 * x * x) * (2.0 * math.sqrt(2.0 / math.pi)))
     if approximate != "none":
         raise TraceError(f"gelu's approximate is 'none' or 'tanh', not {approximate!r}")
-    return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
+    return 0.5 * x * erfc(x * -math.sqrt(0.5))
 
 
 def softcap(x: Value, cap: Numeric) -> Value:
@@ -498,7 +505,7 @@ def quantize(x: Value, dtype: torch.dtype, cols: int, rows: int = 1) -> tuple[Va
 
 
 _TORCH_NAMES: dict[str, Callable[..., Value]] = {
-    "exp": exp, "log": log, "sqrt": sqrt, "rsqrt": rsqrt, "tanh": tanh, "sigmoid": sigmoid, "erf": erf, "relu": relu,
+    "exp": exp, "log": log, "sqrt": sqrt, "rsqrt": rsqrt, "tanh": tanh, "sigmoid": sigmoid, "erf": erf, "erfc": erfc, "relu": relu,
     "silu": silu, "gelu": gelu, "maximum": maximum, "minimum": minimum, "clamp": clamp, "where": where, "abs": abs,
     "round": round, "floor": floor, "add": lambda x, y: _apply("add", x, y), "sub": lambda x, y: _apply("sub", x, y),
     "mul": lambda x, y: _apply("mul", x, y), "div": lambda x, y: _apply("div", x, y),

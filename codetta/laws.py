@@ -6,10 +6,11 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from codetta.capture.attention import heads_are_shared, mask_has_a_name, stays_whole
 from codetta.capture.columns import cut_commutes, expand
-from codetta.capture.masks import mask_has_a_name
 from codetta.placement import Placement
 from codetta.rewrite.columns import join_rises, part_sinks_to_leaves
+from codetta.rewrite.onesided import one_plus_is_one_sided
 from codetta.rewrite.scale import row_scale_commutes
 from codetta.rewrite.statistic import variance_is_a_moment
 from codetta.stat import Stat
@@ -37,9 +38,12 @@ def laws() -> list[Law]:
         _law("cut_commutes", cut_commutes),
         _law("statistic_splits", Stat),
         _law("variance_is_a_moment", variance_is_a_moment),
+        _law("one_plus_is_one_sided", one_plus_is_one_sided),
         _law("join_rises", join_rises),
         _law("repeat_joins", expand),
         _law("part_sinks_to_leaves", part_sinks_to_leaves),
+        _law("attention_stays_whole", stays_whole),
+        _law("heads_are_shared", heads_are_shared),
         _law("mask_has_a_name", mask_has_a_name),
     ]
 

@@ -36,7 +36,7 @@ from codetta.dsl import (
     Value,
     col_index,
     col_sum,
-    erf,
+    erfc,
     exp,
     group_sum,
     halves,
@@ -141,7 +141,7 @@ def _silu_slope(x: Value) -> Value:
 
 
 def _gelu_slope(x: Value) -> Value:
-    return 0.5 * (1.0 + erf(x * math.sqrt(0.5))) + x * exp(x * x * -0.5) * (1.0 / math.sqrt(2.0 * math.pi))
+    return 0.5 * erfc(x * -math.sqrt(0.5)) + x * exp(x * x * -0.5) * (1.0 / math.sqrt(2.0 * math.pi))
 
 
 def _gelu_tanh_slope(x: Value) -> Value:

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from codetta.capture import Graph, Value
+from codetta.capture.attention import made_of_sizes, mask_has_a_name
 from codetta.capture.kinds import is_attention, is_view
-from codetta.capture.masks import made_of_sizes, mask_has_a_name
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import is_sink
@@ -372,6 +372,9 @@ def _gathered(steps: list[Step], read: set[fx.Node]) -> list[Step]:
     result: list[Step] = []
     run: list[fx.Node] = []
     for step in [*steps, None]:
+        if isinstance(step, Present):
+            result.append(step)  # needs nothing but a launch, and those stand before it already
+            continue
         if isinstance(step, Run) and not is_attention(step.target) and not _is_item_of_attention(step.target):
             run.append(step.target)
             continue

@@ -158,7 +158,7 @@ def test_no_compiler_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from codetta.backends.cpu import Cpu
     from codetta.errors import Reason
 
-    monkeypatch.setattr(Cpu, "why_never", lambda self, program, device: [Reason("compiler", "none is here")])
+    monkeypatch.setattr(Cpu, "why_never", lambda self, program, device, rows: [Reason("compiler", "none is here")])
     model = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 4))
     report = codetta.explain(model, torch.randn(5, 12))
     assert not report.programs and all("none is here" in each["reason"] for each in report.refusals)

@@ -145,8 +145,8 @@ def check_structure(name: str, executor: Executor) -> None:
             assert not isinstance(step.target.meta.get("val"), Tensor), f"{target} makes a tensor"
             continue
         packet = target.overloadpacket.__name__
-        attention += "scaled_dot_product" in packet
-        assert packet in VIEWS or "scaled_dot_product" in packet, f"{packet} is left between launches"
+        attention += packet == "attention"
+        assert packet in VIEWS or packet == "attention", f"{packet} is left between launches"
     assert attention == LAYERS
 
 

@@ -60,6 +60,7 @@ ELEMENTWISE: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] 
     "exp and log": (lambda z: ct.log(1.0 + ct.exp(z)), F.softplus),
     "sqrt and rsqrt": (lambda z: ct.sqrt(z * z) * ct.rsqrt(z * z + 1), lambda z: z.abs() / (z * z + 1).sqrt()),
     "erf": (ct.erf, torch.erf),
+    "erfc": (ct.erfc, torch.special.erfc),
     "round and floor": (lambda z: ct.round(z * 8) + ct.floor(z), lambda z: (z * 8).round() + z.floor()),
     "clamp": (lambda z: ct.clamp(z, -0.5, 0.25), lambda z: z.clamp(-0.5, 0.25)),
     "minimum and maximum": (lambda z: ct.minimum(z, 0.3) + ct.maximum(z, z * 2), lambda z: z.clamp(max=0.3) + torch.maximum(z, 2 * z)),

@@ -87,7 +87,7 @@ ELEMENTWISE = {
     "powers": "acc0**2 + acc0**3 - acc0**5", "roots": "abs(acc0) ** 0.5 + (1 + acc0 * acc0) ** -0.5", "relu": "ct.relu(acc0)",
     "squared relu": "ct.squared_relu(acc0)", "gelu": "ct.gelu(acc0)", "gelu tanh": "ct.gelu(acc0, approximate='tanh')", "silu": "ct.silu(acc0)",
     "sigmoid": "ct.sigmoid(acc0)", "tanh": "ct.tanh(acc0)", "softcap": "ct.softcap(acc0, 0.7)", "exp and log": "ct.log(1.0 + ct.exp(acc0))",
-    "sqrt and rsqrt": "ct.sqrt(acc0 * acc0) * ct.rsqrt(acc0 * acc0 + 1)", "erf": "ct.erf(acc0)", "clamp": "ct.clamp(acc0, -0.5, 0.25)",
+    "sqrt and rsqrt": "ct.sqrt(acc0 * acc0) * ct.rsqrt(acc0 * acc0 + 1)", "erf": "ct.erf(acc0)", "erfc": "ct.erfc(acc0)", "clamp": "ct.clamp(acc0, -0.5, 0.25)",
     "minimum and maximum": "ct.minimum(acc0, 0.3) + ct.maximum(acc0, acc0 * 2)",
     "where": "ct.where((acc0 > 0) & ~(acc0 >= 1) | (acc0 < -1), acc0, 0.0 * acc0)",
     "cast": "ct.cast(acc0, torch.bfloat16) + ct.cast(acc0, torch.float16)", "row number": "acc0 * ct.row_index()",

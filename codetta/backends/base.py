@@ -19,8 +19,9 @@ class Backend(Protocol):
     def why_not(self, program: Program, binding: Binding) -> list[Reason]:
         """Empty if this backend can run the program on these tensors; else every reason why not."""
 
-    def why_never(self, program: Program, device: torch.device) -> list[Reason]:
-        """Why it could not run the program on any tensors of the device; empty if on most it can. May build the kernel."""
+    def why_never(self, program: Program, device: torch.device, rows: int) -> list[Reason]:
+        """Why it could not run the program on any tensors of the device, or would be slower than separate kernels with so many rows;
+        empty if on most it pays. May build the kernel."""
 
     def build(self, program: Program, binding: Binding, device: torch.device) -> None:
         """Build what `run` would launch on the device for such tensors, which may be without memory; threads may do so side by

@@ -61,11 +61,11 @@ class Cpu:
             return [Reason("batched", f"groups of {kernel.row_group} rows straddle two batch entries")]
         return []
 
-    def why_never(self, program: Program, device: torch.device) -> list[Reason]:
+    def why_never(self, program: Program, device: torch.device, rows: int) -> list[Reason]:
         return [] if program in self._kernels else self._prepare(program)
 
     def build(self, program: Program, binding: Binding, device: torch.device) -> None:
-        self.why_never(program, device)
+        self.why_never(program, device, binding.rows)
 
     def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
         reasons = self.why_not(program, binding)

@@ -76,6 +76,20 @@ INLINE V error_function(V a) {
   q = fma_of(q, s, all<V>(1.28379166e-1f));
   return where(t > all<V>(0.927734375f), r, fma_of(q, a, a));
 }
+// exp(-x²) times a polynomial in 1 / (1 + 0.33 |x|), and 2 minus that for negative numbers; right to 1e-7 (1 + x²).
+INLINE V error_complement(V x) {
+  const V s = magnitude(x), t = all<V>(1.f) / fma_of(all<V>(0.33f), s, all<V>(1.f));
+  V p = all<V>(-0.135343248f);
+  p = fma_of(p, t, all<V>(0.4602271f));
+  p = fma_of(p, t, all<V>(-0.351132597f));
+  p = fma_of(p, t, all<V>(0.408484256f));
+  p = fma_of(p, t, all<V>(0.0472290442f));
+  p = fma_of(p, t, all<V>(0.201221293f));
+  p = fma_of(p, t, all<V>(0.182956371f));
+  p = fma_of(p, t, all<V>(0.186357774f));
+  const V tail = p * t * exponential(-(s * s));
+  return where(x < all<V>(0.f), all<V>(2.f) - tail, tail);
+}
 
 // Uniform [0, 1) with 24 random bits from the counter (row, col) and a 32-bit key: Philox 2x32, 7 rounds.
 INLINE V uniform(I seed, I row, I col) {

@@ -21,7 +21,7 @@ SPELLING = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "abs": "magnitude({})",
     "maximum": "maximum({}, {})", "minimum": "minimum({}, {})", "exp": "exponential({})", "log": "logarithm({})",
     "sqrt": "square_root({})", "rsqrt": "reciprocal_root({})", "tanh": "tangent({})", "sigmoid": "sigmoid({})",
-    "erf": "error_function({})", "round": "rounded({})", "floor": "floored({})", "lt": "{} < {}", "le": "{} <= {}",
+    "erf": "error_function({})", "erfc": "error_complement({})", "round": "rounded({})", "floor": "floored({})", "lt": "{} < {}", "le": "{} <= {}",
     "eq": "{} == {}", "ne": "{} != {}", "and": "{} & {}", "or": "{} | {}", "not": "~{}", "where": "where({}, {}, {})",
     "random": "uniform({}, {}, {})",
 }  # fmt: skip

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from codetta.backends.triton_lib import erfc_of
+
 
 @triton.jit
 def reciprocal(x):
@@ -13,3 +15,9 @@ def reciprocal(x):
 @triton.jit
 def sigmoid(x):
     return reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def erfc(x):
+    size = tl.abs(x)
+    return erfc_of(x, size, reciprocal(1.0 + 0.33 * size))

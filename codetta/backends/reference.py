@@ -235,7 +235,7 @@ class Reference:
     def why_not(self, program: Program, binding: Binding) -> list[Reason]:
         return []
 
-    def why_never(self, program: Program, device: torch.device) -> list[Reason]:
+    def why_never(self, program: Program, device: torch.device, rows: int) -> list[Reason]:
         return []
 
     def build(self, program: Program, binding: Binding, device: torch.device) -> None:

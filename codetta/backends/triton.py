@@ -9,7 +9,7 @@ import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +33,7 @@ from codetta.stat import FIELDS, Stat
 
 PRODUCT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-LARGE = 4096  # rows, where none are given
+FEW = 64  # rows, up to which the weights' way to the chip is all that counts
 
 
 def interpreting() -> bool:
@@ -62,13 +62,15 @@ class TritonBackend:
             return reasons
         return [] if self._best(program, binding, device) else self.candidates(program, binding)[1]
 
-    def why_never(self, program: Program, device: torch.device) -> list[Reason]:
+    def why_never(self, program: Program, device: torch.device, rows: int) -> list[Reason]:
         target = device_target(device)
         reasons = unsupported(program, target)
         if reasons:
             return reasons
-        tiles, refused = candidates(program, bucket(LARGE), target, True)
-        return [] if tiles else list(refused)
+        tiles, refused = candidates(program, bucket(rows), target, could_be_aligned(program))
+        if not tiles:
+            return list(refused)
+        return why_slow(program, rows, target, tiles[0], refused)
 
     def build(self, program: Program, binding: Binding, device: torch.device) -> None:
         tile = self._best(program, binding, device)
@@ -182,6 +184,31 @@ def unsupported(program: Program, target: Target | None) -> list[Reason]:
     if program.batched and any(node.space.rows > 1 for segment in program.segments for node in segment.nodes):
         reasons.append(Reason("batched", "groups of rows could straddle two batch entries"))
     return reasons
+
+
+def could_be_aligned(program: Program) -> bool:
+    """Whether the copy engine can address A and every B, if nothing but their sizes is against it."""
+    depth = program.k * program.a_dtype.itemsize
+    widths = [product.cols * product.dtype.itemsize for product in program.products if product.layout == "kn"]
+    return not any(size % COPY_ALIGNMENT for size in (depth, *widths))
+
+
+def why_slow(program: Program, rows: int, target: Target | None, tile: Tile, refused: Sequence[Reason]) -> list[Reason]:
+    """Why the vendor's product and a kernel for the rest are faster than the program on its best tile; empty if they are not."""
+    if rows <= FEW or target is None:
+        return []
+    if program.a_dtype == torch.float32 and not program.tf32:
+        return [Reason("cost", "products in full precision are faster by the vendor's library")]
+    if target.warpgroups and tile.loop not in SPECIALISED:
+        # Locality is asked of every tile; what stands in the way of the faster loops comes after it.
+        reasons = sorted(refused, key=lambda each: each.rule == "not tile-local")
+        why = str(reasons[0]) if reasons else "its tensors are not aligned"
+        return [
+            Reason(
+                "cost", f"the vendor's product and a kernel for the rest are faster than the {tile.loop} loop; {why}"
+            )
+        ]
+    return []
 
 
 def source(program: Program, tile: Tile, widen: bool = False) -> str:

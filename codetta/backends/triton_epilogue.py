@@ -26,7 +26,7 @@ SPELLING = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "abs": "tl.abs({})",
     "maximum": "max_nan({}, {})", "minimum": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
     "exp": "tl.exp({})", "log": "tl.log({})", "sqrt": "tl.sqrt({})", "rsqrt": "tl.rsqrt({})", "tanh": "tanh({})",
-    "sigmoid": "sigmoid({})", "erf": "tl.erf({})", "round": "round_even({})", "floor": "tl.floor({})",
+    "sigmoid": "sigmoid({})", "erf": "tl.erf({})", "erfc": "erfc({})", "round": "round_even({})", "floor": "tl.floor({})",
     "lt": "{} < {}", "le": "{} <= {}", "eq": "{} == {}", "ne": "{} != {}", "and": "{} & {}", "or": "{} | {}",
     "not": "{} == 0", "where": "tl.where({}, {}, {})", "random": "uniform({}, {}, {})",
 }  # fmt: skip

@@ -28,7 +28,8 @@ def is_view(each: fx.Node) -> bool:
 
 
 def is_attention(each: fx.Node) -> bool:
-    return "scaled_dot_product" in getattr(packet_of(each), "__name__", "")
+    packet = packet_of(each)
+    return "scaled_dot_product" in getattr(packet, "__name__", "") or str(packet) == "codetta.attention"
 
 
 def is_random(each: fx.Node) -> bool:

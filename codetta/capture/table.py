@@ -112,7 +112,7 @@ _HANDLERS: dict[Any, Callable[[At], Value]] = {
     aten.maximum: _binary(dsl.maximum), aten.minimum: _binary(dsl.minimum),
     aten.neg: _unary(lambda x: -x), aten.abs: _unary(abs), aten.exp: _unary(dsl.exp), aten.log: _unary(dsl.log),
     aten.sqrt: _unary(dsl.sqrt), aten.rsqrt: _unary(dsl.rsqrt), aten.tanh: _unary(dsl.tanh), aten.sigmoid: _unary(dsl.sigmoid),
-    aten.erf: _unary(dsl.erf), aten.relu: _unary(dsl.relu), aten.silu: _unary(dsl.silu), aten.gelu: _gelu,
+    aten.erf: _unary(dsl.erf), aten.erfc: _unary(dsl.erfc), aten.relu: _unary(dsl.relu), aten.silu: _unary(dsl.silu), aten.gelu: _gelu,
     aten.reciprocal: _unary(lambda x: 1.0 / x), aten.square: _unary(lambda x: x * x), aten.pow: _pow, aten.clamp: _clamp,
     aten.mean: reductions.reduce, aten.sum: reductions.reduce, aten.amax: reductions.reduce, aten.var: reductions.variance, aten.std: reductions.deviation,
 }  # fmt: skip

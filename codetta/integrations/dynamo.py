@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch._guards import TracingContext
 
+from codetta.capture.attention import stays_whole
 from codetta.compiler import compile_graph
 from codetta.errors import ArgumentError
 from codetta.ir.view import hint
@@ -135,6 +136,7 @@ class Backend:
 
             trained: Any = compile_fx(module, inputs)
             return trained
+        stays_whole(module)
         return aot_autograd(fw_compiler=self.compile_graph, inference_compiler=self.compile_graph)(module, inputs)
 
     def compile_graph(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

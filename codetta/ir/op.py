@@ -98,6 +98,7 @@ OPS: dict[str, Op] = {
     "tanh": _elementwise(1, torch.tanh, "float"),
     "sigmoid": _elementwise(1, torch.sigmoid, "float"),
     "erf": _elementwise(1, torch.erf, "float"),
+    "erfc": _elementwise(1, torch.special.erfc, "float"),  # 1 - erf, without its cancellation
     "round": _elementwise(1, torch.round, "float", exact=True),
     "floor": _elementwise(1, torch.floor, "float", exact=True),
     "cast": _elementwise(1, round_to, "float", exact=True),  # dtype: the value is rounded to it

@@ -1,4 +1,4 @@
-"""Attention as plans call it: the operator that the graph had, told what its mask is where the mask is made of sizes alone.
+"""Attention as plans call it: one call, told what its mask is where the mask is made of sizes alone.
 
 A causal mask as a matrix costs a pass over it and hides from the kernel that half of the work need not be done. A mask that
 depends on sizes alone is looked at once for each size. If it is one that kernels know by name, it is never made again.
@@ -51,22 +51,23 @@ def name_of(mask: Tensor) -> str | None:
     return None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Attention:
-    """An attention operator whose mask may turn out to have a name."""
+    """A call of attention: what about it is the same every time."""
 
-    original: Callable[..., Any]
-    rest: tuple[Any, ...]  # arguments behind query, key and value
-    named: dict[str, Any]
-    position: int | None  # of the mask among the arguments; None: by name
+    causal: bool
+    scale: float | None
+    grouped: bool
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | str) -> Any:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | str | None) -> Tensor:
+        causal, grouped = self.causal, self.grouped
         if isinstance(mask, str):
-            causal = mask == CAUSAL and query.shape[-2] > 1
-            return (F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=self.named.get("scale")),)
-        rest, named = list(self.rest), dict(self.named)
-        if self.position is None:
-            named["attn_mask"] = mask
-        else:
-            rest[self.position - 3] = mask
-        return self.original(query, key, value, *rest, **named)
+            causal |= mask == CAUSAL and query.shape[-2] > 1
+            mask = None
+        if grouped and mask is not None and query.is_cuda:
+            # No kernel there takes both a mask and fewer heads of keys.
+            repeats = query.shape[1] // key.shape[1]
+            key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
+        )

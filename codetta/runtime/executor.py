@@ -17,7 +17,6 @@ from torch import Tensor, fx
 from codetta import dispatch
 from codetta.capture import Graph, Leaf
 from codetta.capture.kinds import is_attention, is_view, packet_of
-from codetta.capture.masks import mask_argument, mask_has_a_name
 from codetta.errors import CheckError
 from codetta.ir import view as views
 from codetta.ir.graph import Node
@@ -288,13 +287,9 @@ class _Writer:
         if packet is aten.clone and _origin(each.args[0]).op == "call_function":  # type: ignore[arg-type]
             # Nothing is written in place, so a copy is needed only for its layout, or to part from an input.
             return f"{args[0]}.contiguous()" if "memory_format" in each.kwargs else args[0]
-        mask = mask_has_a_name(each)
-        if mask is not None:
-            position = mask_argument(each)
-            rest = tuple(None if arg is mask else arg for arg in each.args[3:])
-            named = {key: arg for key, arg in each.kwargs.items() if arg is not mask}
-            call = Attention(target, rest, named, position)  # type: ignore[arg-type]
-            return f"{self.object(call)}({', '.join(args[:3])}, {self.variable(mask)})"
+        if packet is torch.ops.codetta.attention:
+            call = Attention(*each.args[4:])  # type: ignore[arg-type]
+            return f"{self.object(call)}({', '.join(args[:4])})"
         kwargs = [f"{key}={self.spell(arg)}" for key, arg in each.kwargs.items()]
         return f"{self.object(target)}({', '.join(args + kwargs)})"
 
