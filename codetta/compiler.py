@@ -20,6 +20,7 @@ from torch import fx
 
 from codetta.capture import capture
 from codetta.capture.attention import heads_are_shared
+from codetta.capture.repeats import without_repeats
 from codetta.dispatch import debug_level, why_never
 from codetta.errors import Reason
 from codetta.ir.view import hint
@@ -59,7 +60,8 @@ def show(executor: Executor) -> None:
 
 def plan_of(module: fx.GraphModule, parameters: Iterable[fx.Node], options: Options) -> Plan:
     """capture, rewrite, partition, until every program is one that a backend can run; the rest stays with the graph."""
-    graph, parameters = without_repeats(module, parameters)
+    graph, parameters = module.graph, list(parameters)
+    without_repeats(graph)
     heads_are_shared(graph)
     laws = [row_scale_commutes] if options.numerics == "default" else []
     left: dict[fx.Node, Reason] = {}
@@ -75,15 +77,6 @@ def plan_of(module: fx.GraphModule, parameters: Iterable[fx.Node], options: Opti
         # Every round leaves at least one more product to the graph, so this ends.
         for number, reason in refused.items():
             left |= {captured.origin[product]: reason for product in captured.placement.groups[number].products}
-
-
-def without_repeats(module: fx.GraphModule, parameters: Iterable[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-    """The graph with equal operators computed once (every layer of a model makes its mask anew), and its parameters there."""
-    from torch._functorch.compile_utils import fx_graph_cse
-
-    names = {each.name for each in parameters}
-    graph = fx.GraphModule(module, fx_graph_cse(module.graph)).graph
-    return graph, [each for each in graph.nodes if each.op == "placeholder" and each.name in names]
 
 
 def why_never_all(plan: Plan) -> dict[int, Reason]:

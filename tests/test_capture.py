@@ -615,3 +615,121 @@ def test_functions_compile_as_well() -> None:
     compiled = codetta.compile(lambda x: F.silu(linear(x)))
     x = torch.randn(2, 5, 12)
     torch.testing.assert_close(compiled(x), F.silu(linear(x)))
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    """Attention over projected rows: `heads` of queries to two of keys and values, repeated for them in one of several ways."""
+
+    def __init__(self, how: str, heads: int = 4) -> None:
+        super().__init__()
+        self.how, self.heads = how, heads
+        self.q, self.k, self.v = (nn.Linear(16, 8 * count) for count in (heads, 2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        times = self.heads // 2
+        if self.how == "expand":  # as Hugging Face does
+            k, v = (
+                each[:, :, None].expand(-1, -1, times, -1, -1).reshape(-1, self.heads, x.shape[1], 8) for each in (k, v)
+            )
+        elif self.how == "interleave":
+            k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+        elif self.how == "tile":  # another order of heads
+            k, v = k.repeat(1, times, 1, 1), v.repeat(1, times, 1, 1)
+        elif self.how == "keys":
+            k, v = k.repeat_interleave(times, 1), v.repeat(1, times, 1, 1)
+        found = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            scale=0.3,
+            dropout_p=0.5 if self.how == "dropout" else 0.0,
+            enable_gqa=self.how == "shared",
+        )
+        return found.transpose(1, 2).flatten(2)
+
+
+def attention_calls(model: nn.Module) -> list[Any]:
+    return [
+        each.target
+        for each in backend_steps(model)
+        if isinstance(each, Run) and operator_name(each.target) == "codetta.attention"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "shared"), [("expand", True), ("interleave", True), ("shared", True), ("tile", False), ("keys", False)]
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_attention_stays_whole(how: str, shared: bool, dynamic: bool) -> None:
+    """One call, and heads that queries share are not repeated where they are repeated in that order."""
+    torch.manual_seed(0)
+    model, x = Attends(how), torch.randn(2, 6, 16)
+    with torch.no_grad():
+        expected = model(x)
+        codetta.compile(model, dynamic=dynamic)
+        torch.testing.assert_close(model(x), expected)
+    (call,) = attention_calls(model)
+    assert call.args[6] == shared
+    assert call.args[1].meta["val"].shape[1] == (2 if shared else 4)
+
+
+def test_attention_under_autocast() -> None:
+    """Autocast would cast what attention is given: there it stays PyTorch's own."""
+    torch.manual_seed(0)
+    model, x = Attends("shared"), torch.randn(2, 6, 16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+        codetta.compile(model)
+        got = model(x)
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+    assert not attention_calls(model)
+
+
+def test_attention_with_dropout() -> None:
+    torch.manual_seed(0)
+    model, x = Attends("dropout", heads=2), torch.randn(2, 6, 16)
+    codetta.compile(model)
+    with torch.no_grad():
+        assert model(x).isfinite().all()
+    assert not attention_calls(model)
+
+
+# ---- one-sided functions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [torch.erf, torch.tanh])
+def test_one_plus_is_one_sided(function: Callable[[Tensor], Tensor]) -> None:
+    """An activation that is written out; far out on the left the sum has no digits left, the law has."""
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return 0.5 * y * (function(y * 0.7) + 1.0)
+
+    torch.manual_seed(0)
+    model, x = Written(), torch.randn(9, 16) * 4
+    with torch.no_grad():
+        truth = Written.forward(model.double(), x.double())
+        expected = model.float()(x)
+        codetta.compile(model)
+        got = model(x)
+    assert (got - truth).norm() <= (expected - truth).norm() + 1e-6
+    (program,) = [step.program for step in backend_steps(model) if isinstance(step, Launch)]
+    assert "erfc" in program.text or "sigmoid" in program.text
+    assert "erf(" not in program.text and "tanh" not in program.text
+
+
+def backend_steps(model: nn.Module) -> list[Any]:
+    backend = backend_of(model)
+    assert backend is not None
+    return [step for executor in backend.executors for step in executor.plan.steps]

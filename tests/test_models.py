@@ -20,9 +20,13 @@ from zoo import LAYERS, ZOO, Entry, Inputs, outputs
 
 import codetta
 from codetta import dispatch
+from codetta.backends import reference
 from codetta.integrations.dynamo import backend_of
 from codetta.partition import Launch, Present, Region, Run
+from codetta.program import Program
+from codetta.runtime.bind import Binding
 from codetta.runtime.executor import Executor
+from codetta.stat import Stat
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -305,6 +309,54 @@ def test_what_grows_out_of_sight(by_reference: None) -> None:
         for want in expected:
             torch.testing.assert_close(model(x, ours), want)
     assert len(executors(model)) <= 5
+
+
+# ---- kernels ahead of the first call -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert"])
+def test_stand_ins_are_what_launches_get(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without memory have the sizes, strides and types that a call has, so that the kernels built for them are the right ones."""
+    expected, got = [], []
+
+    def build(program: Program, binding: Binding, device: torch.device) -> None:
+        expected.append((program, layout(binding)))
+
+    def run(program: Program, binding: Binding) -> Any:
+        got.append((program, layout(binding)))
+        return reference.run(program, binding)
+
+    monkeypatch.setattr(dispatch, "build", build)
+    monkeypatch.setattr(dispatch, "run", run)
+    entry = ZOO[name]
+    model = codetta.compile(entry.model(torch.bfloat16))
+    args, kwargs = entry.example(2, 12, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model(*args, **kwargs)
+    assert got and {program for program, _ in expected} == {program for program, _ in got}
+    for program, each in got:
+        others = [other for same, other in expected if same == program]
+        assert each in others, program
+
+
+def layout(binding: Binding) -> dict[str, object]:
+    def of(value: Any) -> object:
+        return "statistic" if isinstance(value, Stat) else (value.shape, value.stride(), value.dtype)
+
+    named = {f"b{number}": each for number, each in enumerate(binding.b)} | binding.operands | binding.outputs
+    return {"a": of(binding.a), "rows": binding.rows, "samples": binding.samples} | {
+        name: of(each) for name, each in named.items()
+    }
+
+
+def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    """A bar where it is asked for, none in a log."""
+    design = Design(attention="none", stem=False, layers=1)
+    for progress in (None, True):
+        model = codetta.compile(design.module(torch.float32), options=codetta.Options(progress=progress))
+        with torch.no_grad():
+            model(design.tokens(torch.float32))
+        assert ("kernels" in capsys.readouterr().err) == bool(progress)
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import codetta as ct
-from codetta.backends.triton import TritonBackend, aligned
+from codetta.backends.triton import TritonBackend, aligned, could_be_aligned, why_slow
 from codetta.bench.samples import Sizes, library_names, sample
 from codetta.errors import Reason
 from codetta.plan.choose import BUCKETS, bucket, candidates, epilogue_registers
@@ -211,3 +211,22 @@ def test_the_specialised_loop_comes_first_on_hopper() -> None:
     for name in ("residual_stats", "norm_swiglu", "norm_rope", "lse_target", "weight_gradient"):
         tiles, _ = TritonBackend().candidates(*sample(name).bind(), TARGETS["sm_90"])
         assert tiles[0].loop in SPECIALISED
+
+
+def test_what_does_not_pay_is_not_made() -> None:
+    """Programs that only the slow loops can carry, and full precision, are left to the vendor's product; with few rows they are not."""
+    hopper, ampere = TARGETS["sm_90"], TARGETS["sm_80"]
+
+    def slow(each: Program, rows: int, target: str = "sm_90") -> list[Reason]:
+        tiles, refused = candidates(each, bucket(rows), TARGETS[target], could_be_aligned(each))
+        return why_slow(each, rows, TARGETS[target], tiles[0], refused)
+
+    plain = program(lambda acc: acc, 512)
+    assert hopper.warpgroups and not ampere.warpgroups
+    assert not slow(plain, 16384) and not slow(plain, 16384, "sm_80")
+    interleaved = program(rotate(1024), 4096)  # halves of several runs each
+    assert rules(slow(interleaved, 16384)) == {"cost"} and "runs" in slow(interleaved, 16384)[0].detail
+    assert not slow(interleaved, 16) and not slow(interleaved, 16384, "sm_80")
+    ragged = program(lambda acc: acc, 512, k=255)
+    assert not could_be_aligned(ragged) and "not aligned" in slow(ragged, 16384)[0].detail
+    assert rules(slow(program(lambda acc: acc, 512, dtype=torch.float32), 16384)) == {"cost"}

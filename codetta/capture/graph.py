@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from codetta.errors import Reason
 from codetta.ir.graph import Node
@@ -35,6 +35,18 @@ class Leaf:
     order: tuple[int, ...]  # rows first, then columns; dimensions of size one are left out
     start: int | None = None  # its first column, where some are left out
 
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """The tensor as programs read it."""
+        cols = self.operand.cols
+        if self.start is not None:
+            tensor = tensor[..., self.start : self.start + cols]
+        if self.operand.rows == "none":
+            return tensor.reshape(-1)
+        order = [*(at for at in range(tensor.dim()) if at not in self.order), *self.order]
+        if order != sorted(order):
+            tensor = tensor.permute(order)
+        return tensor.reshape(-1, cols) if cols else tensor.reshape(-1)
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -44,6 +56,10 @@ class Weight:
     transposed: bool  # stored (K, N)
     start: int
     stop: int
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """(N, K), as it lies in memory."""
+        return (tensor.t() if self.transposed else tensor)[self.start : self.stop]
 
 
 @dataclass

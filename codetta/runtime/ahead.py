@@ -12,16 +12,18 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from codetta import dispatch
 from codetta.capture import Graph
 from codetta.ir.view import hint
-from codetta.partition import Launch, Plan
+from codetta.partition import Launch, Plan, Source
 from codetta.plan.cost import PARTIAL_COLS
-from codetta.program import Operand, Product
+from codetta.program import Operand
 from codetta.runtime.bind import Binding, bind_operand, bind_output
 from codetta.stat import FIELDS, Stat
+
+META = torch.device("meta")
 
 
 class Ahead:
@@ -29,7 +31,7 @@ class Ahead:
 
     def __init__(self, plan: Plan) -> None:
         steps = [step for step in plan.steps if isinstance(step, Launch)]
-        # Layers share their programs.
+        # Layers share their programs. Which of them stands for the others matters little: they are called alike.
         different = {(step.program, step.device, hint(step.rows)): step for step in steps}
         self.pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
         self.builds: dict[Future[None], str] = {
@@ -52,41 +54,40 @@ def _build(graph: Graph, step: Launch) -> None:
 
 
 def stand_ins(graph: Graph, step: Launch) -> Binding:
-    """Tensors without memory, of the sizes that the launch was captured with, as a rule has them in memory."""
+    """Tensors without memory, as the launch will have them for the sizes that the graph was captured with."""
     program, rows, samples = step.program, hint(step.rows), 1
     values: dict[str, Tensor | Stat] = {}
     for operand in program.operands:
-        source = step.operands[operand.name]
-        count = 1
-        if source.kind == "leaf":
-            shape = graph.leaves[source.name].source.meta["val"].shape
-            count = math.prod(map(hint, shape)) // max(operand.cols, 1)
-        values[operand.name] = _operand(operand, rows, count, program.k)
+        values[operand.name] = _operand(graph, operand, step.operands[operand.name], rows, program.k)
         if operand.rows == "sample":
-            samples = count
+            samples = values[operand.name].shape[0]  # type: ignore[union-attr]
     bound = {each.name: bind_operand(each, values[each.name], rows, samples) for each in program.operands}
-    meta = torch.device("meta")
-    outputs = {each.name: bind_output(each, None, rows, samples, meta) for each in program.stores}
-    a = torch.empty(rows, program.k, dtype=program.a_dtype, device=meta)
-    return Binding(
-        rows, samples, 1, (rows,), a, tuple(_weight(each, program.k) for each in program.products), bound, outputs
-    )
+    outputs = {each.name: bind_output(each, None, rows, samples, META) for each in program.stores}
+    a = torch.empty(rows, program.k, dtype=program.a_dtype, device=META)
+    weights = tuple(_weight(graph, name, gain is not None) for name, gain in step.weights)
+    return Binding(rows, samples, 1, (rows,), a, weights, bound, outputs)
 
 
-def _weight(product: Product, k: int) -> Tensor:
-    """(N, K), as it lies in memory."""
-    if product.layout == "nk":
-        return torch.empty(product.cols, k, dtype=product.dtype, device="meta")
-    return torch.empty(k, product.cols, dtype=product.dtype, device="meta").t()
-
-
-def _operand(operand: Operand, rows: int, count: int, k: int) -> Tensor | Stat:
+def _operand(graph: Graph, operand: Operand, source: Source, rows: int, k: int) -> Tensor | Stat:
     if operand.stat:
-        partials = torch.empty(
-            FIELDS[operand.stat], math.ceil(k / PARTIAL_COLS), rows, dtype=torch.float32, device="meta"
-        )
-        return Stat(partials, operand.stat, PARTIAL_COLS, k)
-    shape = [{"none": 1, "each": math.ceil(rows / operand.group)}.get(operand.rows, count)]
-    if operand.cols:
-        shape = [*shape, operand.cols] if operand.rows != "none" else [operand.cols]
-    return torch.empty(shape, dtype=operand.dtype, device="meta")
+        shape = (FIELDS[operand.stat], math.ceil(k / PARTIAL_COLS), rows)
+        return Stat(torch.empty(shape, dtype=torch.float32, device=META), operand.stat, PARTIAL_COLS, k)
+    if source.kind == "leaf":
+        leaf = graph.leaves[source.name]
+        return leaf.matrix(_without_memory(leaf.source))
+    sizes = [size for size in (0 if operand.rows == "none" else rows, operand.cols) if size]
+    return torch.empty(sizes or [1], dtype=operand.dtype, device=META)
+
+
+def _weight(graph: Graph, name: str, copied: bool) -> Tensor:
+    known = graph.weights[name]
+    weight = known.matrix(_without_memory(known.source))
+    if copied:
+        return weight.t().contiguous().t() if known.transposed else weight.contiguous()
+    return weight
+
+
+def _without_memory(each: fx.Node) -> Tensor:
+    value = each.meta["val"]
+    sizes, strides = ([hint(size) for size in sizes] for sizes in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device=META)

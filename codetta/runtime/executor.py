@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from codetta import dispatch
-from codetta.capture import Graph, Leaf
+from codetta.capture import Graph
 from codetta.capture.kinds import is_attention, is_view, packet_of
 from codetta.errors import CheckError
 from codetta.ir import view as views
@@ -121,9 +121,7 @@ class _Parameters:
         """(N, K), with the gain of its K columns multiplied in."""
         if (name, gain) not in self.weights:
             known = self.graph.weights[name]
-            source = self.tensor(known.source)
-            whole = source.t() if known.transposed else source
-            part = whole[known.start : known.stop]
+            part = known.matrix(self.tensor(known.source))
             if gain is not None:
                 wide = compute_dtype(part.dtype)
                 scaled = (part.to(wide) * self.vector(gain).to(wide)).to(part.dtype)
@@ -356,25 +354,11 @@ class _Writer:
             text += f".reshape({', '.join(final) if final else '()'})"
         return text
 
-    def _leaf(self, leaf: Leaf) -> str:
-        """A tensor of the graph as the matrix that programs read."""
-        text, shape = self.variable(leaf.source), list(leaf.source.meta["val"].shape)
-        if leaf.start is not None:
-            text += f"[..., {leaf.start} : {leaf.start + leaf.operand.cols}]"
-        if leaf.operand.rows == "none":
-            return f"{text}.reshape(-1)"
-        others = [at for at in range(len(shape)) if at not in leaf.order]
-        order = [*others, *leaf.order]
-        if order != sorted(order):
-            text += f".permute({', '.join(map(str, order))})"
-        if not leaf.operand.cols:
-            return f"{text}.reshape(-1)"
-        return text if len(shape) == 2 and not others else f"{text}.reshape(-1, {leaf.operand.cols})"
-
     def _source(self, source: Source) -> str:
         match source.kind:
             case "leaf":
-                return self._leaf(self.graph.leaves[source.name])
+                leaf = self.graph.leaves[source.name]
+                return f"{self.object(leaf)}.matrix({self.variable(leaf.source)})"
             case "stored":
                 assert source.value is not None and source.dtype is not None
                 return self.stored[source.value, source.dtype]
