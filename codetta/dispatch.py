@@ -36,7 +36,11 @@ def choose(program: Program, binding: Binding, wanted: str | None = None) -> tup
         raise ArgumentError("backend", f"{wanted!r} is unknown", f"use one of {', '.join(BACKENDS)}")
     reference = load_backend("reference")
     # Nothing to multiply, or a precision that only the reference has: not worth a word.
-    if binding.rows == 0 or program.k == 0 or (wanted is None and program.a_dtype == torch.float64):
+    if (
+        binding.rows == 0
+        or (program.k == 0 and program.multiplies)
+        or (wanted is None and program.a_dtype == torch.float64)
+    ):
         return reference, []
     fast = load_backend(wanted or _fast(binding.a.device))
     reasons = fast.why_not(program, binding)

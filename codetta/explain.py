@@ -65,9 +65,8 @@ class Report:
             lines.append(f"{where or 'the rest'}: {len(programs)} programs, {calls} attention calls")
             for program in programs:
                 shape = " + ".join(f"{n}" for n, _ in program.products)
-                lines.append(
-                    f"  {program.name}  {program.rows} x ({shape}) x {program.products[0][1]}  {program.where}"
-                )
+                size = f"({shape}) x {program.products[0][1]}" if program.products else "no product"
+                lines.append(f"  {program.name}  {program.rows} x {size}  {program.where}")
                 lines += [f"      {line}" for line in program.equations]
                 if program.laws:
                     lines.append(f"      by {', '.join(program.laws)}")

@@ -13,7 +13,7 @@ LEFTOVER = ("auto", "inductor", "graph")
 class Options:
     """numerics: "default" admits laws that reassociate, "strict" only exact ones: no norm is deferred (rewrite/).
     leftover: who runs what no program covers: Inductor, the graph's own operators one by one, or Inductor where it pays
-    ("auto": on a GPU, and on a CPU where the tensors are large) (integrations/).
+    ("auto": where tensors or launches are many) (integrations/).
     progress: a bar while kernels are built; None shows it where stderr is a terminal (compiler.py).
     """
 

@@ -6,6 +6,7 @@ the graph's own operator; a program reads leaves of the graph, what other progra
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -163,7 +164,7 @@ class _Partition:
         if each in self.tensors or each.op in ("placeholder", "get_attr", "output"):
             return
         value = self.values.get(each)
-        if value is not None and self._storable(value.node):
+        if value is not None and self._storable(value.node) and not is_tensor_of_graph(value.node):
             self.tensors[each] = "stored"
             self._need_stored(value.node, each.meta["val"].dtype)
             return
@@ -218,6 +219,8 @@ class _Partition:
                 return value
             if value.op == "product" and place.group == group.number:
                 return acc_node(products.index(value), value.space.cols)
+            if value.op == "stage" and place.group == group.number:
+                return write(value.args[0])
             if value.op == "vector":
                 made = Operand("", torch.float32, "none", value.space.cols)
                 return operand(Source("constant", value=value), made, value.space.cols)
@@ -230,6 +233,8 @@ class _Partition:
             if is_sink(value.op) and place.group < group.number:
                 self._need_stat(value)
                 return operand(Source("stat", value=value), Operand("", torch.float32, "each", stat=value.op[4:]), 0)
+            if is_tensor_of_graph(value):
+                return leaf(value.args[0])
             if 0 <= place.group < group.number and not place.late:
                 dtype = self.graph.dtypes.get(value, group.dtype)
                 self._need_stored(value, dtype)
@@ -247,7 +252,7 @@ class _Partition:
             write(value)
         for sink in self.needs[group.number].sinks:
             written[id(sink)] = node(sink.op, write(sink.args[0]))
-        return self._left(group), sources, operands, written
+        return self._left(group, operands, sources), sources, operands, written
 
     def _products(self, group: Group) -> list[Node]:
         """The group's products that somebody reads; others were cut, or only their parts are wanted."""
@@ -255,8 +260,16 @@ class _Partition:
         wanted = set(topological([*(value for value, _ in needs.stores), *needs.sinks]))
         return [product for product in group.products if product in wanted]
 
-    def _left(self, group: Group) -> Source:
+    def _left(self, group: Group, operands: dict[str, Operand], sources: dict[str, Source]) -> Source:
         base = group.base
+        if base is None:
+            # Nothing is multiplied, but rows are counted by what is read.
+            tiles = [name for name, each in operands.items() if each.rows == "each" and each.cols and not each.period]
+            if not tiles:
+                raise PartitionError(group, Reason("program", "it reads no matrix with as many rows"))
+            return sources[tiles[0]]
+        if is_tensor_of_graph(base):
+            base = base.args[0]
         if base.op == "load":
             leaf = self.graph.leaves[base.attr("name")]
             self.pending.append(leaf.source)
@@ -271,10 +284,11 @@ class _Partition:
         needs = self.needs[group.number]
         used = self._products(group)
         products = []
-        for product in used:
+        multiplied = [product for product in used if product.op == "product"]
+        for product in multiplied:
             weight = self.graph.weights[product.attr("weight")]
             products.append(Product(product.space.cols, group.dtype, "kn" if weight.transposed else "nk"))
-        k = _depth(self.graph, used[0].attr("weight"))
+        k = _depth(self.graph, multiplied[0].attr("weight")) if multiplied else 0
         stores = [
             Store(name, (Piece(written[id(value)]),), dtype, value.space.cols)
             for (value, dtype), name in needs.stores.items()
@@ -293,9 +307,9 @@ class _Partition:
             group.number,
             self.graph.origin[used[0]].meta["val"].device,
             program,
-            self.graph.origin[used[0]].meta["val"].shape[0],
+            math.prod(self.graph.origin[used[0]].meta["val"].shape[:-1]),
             a,
-            [(product.attr("weight"), product.attr("gain")) for product in used],
+            [(product.attr("weight"), product.attr("gain")) for product in multiplied],
             {name: source for name, source in sources.items() if name in read},
             {name: (value, dtype) for (value, dtype), name in needs.stores.items()},
             {name: sink for sink, name in needs.sinks.items()},
@@ -362,6 +376,11 @@ class _Partition:
             self.steps.append(Present(item, value, item.meta["val"].dtype))
         else:
             self.steps.append(Run(item))
+
+
+def is_tensor_of_graph(value: Node) -> bool:
+    """A stage that only begins with a tensor of the graph: others read that tensor themselves."""
+    return value.op == "stage" and value.args[0].op == "load"
 
 
 def _gathered(steps: list[Step], read: set[fx.Node]) -> list[Step]:

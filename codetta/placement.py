@@ -3,7 +3,8 @@
 Products with one left operand that follow each other make a group, and a group becomes a program. A value is computed by the
 last group that it depends on. Groups are numbered in the order of the graph, and a group reads only what earlier ones, or the
 graph before it, have made: cycles cannot arise. A reduction of a whole row is known only behind its program: values that use
-it are "late" and are computed where they are read, by later programs.
+it are "late" and are computed where they are read, by later programs, or by a program of their own without a product (a
+stage), where something cannot wait.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Place:
 
 @dataclass(eq=False)
 class Group:
-    """Products of one left operand: a program to be."""
+    """Products of one left operand, or a stage: a program to be."""
 
     number: int
-    base: Node
+    base: Node | None  # None: a stage
     dtype: torch.dtype
     products: list[Node] = field(default_factory=list)
 
@@ -68,6 +69,9 @@ class Placement:
     def _find(self, value: Node) -> Place:
         if value.op == "product":
             return Place(self.products_merge(value).number)
+        if value.op == "stage":
+            self.groups.append(Group(len(self.groups), None, value.attr("dtype"), [value]))
+            return Place(len(self.groups) - 1)
         if value.op == "load":
             return Place(NOWHERE, made=self.made_by(value.attr("name")))
         if not value.args or value.op == "vector":

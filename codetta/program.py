@@ -163,6 +163,11 @@ class Program:
         """Columns of all products together."""
         return sum(product.cols for product in self.products)
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether there is a product: a program can also be a stage between others, which only reads, computes and stores."""
+        return bool(self.products)
+
     def __hash__(self) -> int:
         return hash(self.text)
 
@@ -194,7 +199,7 @@ def assemble(
     products = tuple(products)
     stores = list(stores)
     roots = [store.pieces[0].value for store in stores] + [sink.args[0] for sink in sinks.values()]
-    wide_of = _wide_by_root(roots)
+    wide_of = _wide_by_root(roots) if products else dict.fromkeys(map(id, roots))
     placed_stores = []
     for store in stores:
         value = store.pieces[0].value
@@ -269,6 +274,8 @@ def _replace_pieces(store: Store, pieces: tuple[Piece, ...]) -> Store:
 
 def _segments(program: Program) -> list[Segment]:
     """Group the products by the outputs that need them together."""
+    if not program.products:
+        return [_stage(program)]
     strips: dict[Strip, Strip] = {}  # union-find parents
 
     def find(strip_: Strip) -> Strip:
@@ -321,6 +328,18 @@ def _segments(program: Program) -> list[Segment]:
             )
         )
     return result
+
+
+def _stage(program: Program) -> Segment:
+    """The one segment of a program without products."""
+    values = [piece.value for store in program.stores for piece in store.pieces]
+    values += [value for sink in program.sinks for value in sink.values]
+    widths = {value.space.cols for value in values} - {0}
+    nodes = tuple(topological(values))
+    if len(widths) != 1 or any(each.op in ("part", "join") for each in nodes):
+        raise TraceError("a program without a product takes no columns apart, and all its outputs have the same")
+    stores = tuple((s, p) for s, store in enumerate(program.stores) for p in range(len(store.pieces)))
+    return Segment((), widths.pop(), stores, tuple(range(len(program.sinks))), nodes)
 
 
 def _strip_order(each: Strip) -> tuple[int, int]:

@@ -20,9 +20,11 @@ import codetta
 from codetta.backends.triton import TritonBackend
 from codetta.backends.triton_compile import cross_compile
 from codetta.bench.samples import Sizes, sample
+from codetta.dsl import Value
 from codetta.plan.target import TARGETS
-from codetta.program import Program
+from codetta.program import Operand, Piece, Program, Store, assemble, load_node
 from codetta.runtime.bind import Binding
+from codetta.stat import Stat
 
 
 @codetta.epilogue
@@ -35,7 +37,29 @@ def two_widths(acc0, acc1):  # type: ignore[no-untyped-def]
 def bound(name: str, dtype: torch.dtype) -> tuple[Program, Binding]:
     if name == "two_widths":
         return two_widths.bind(torch.randn(64, 64).to(dtype), tuple(torch.randn(n, 64).to(dtype) for n in (24, 96)))
+    if name == "stage":
+        return stage(dtype)
     return sample(name, Sizes(), dtype=dtype).bind()
+
+
+def stage(dtype: torch.dtype, rows: int = 64, cols: int = 2048) -> tuple[Program, Binding]:
+    """A program without a product: a norm of what the last one left, added to the stream, and what the next norm needs."""
+    operands = [
+        Operand("x", dtype, "each", cols), Operand("u", dtype, "each", cols), Operand("r", torch.float32, stat="sum"),
+        Operand("g", dtype, "none", cols),
+    ]  # fmt: skip
+    x, u, r, g = (Value(load_node(each, each.cols)) for each in operands)
+    y = x + u * codetta.rsqrt(r * (1.0 / cols) + 1e-6) * g
+    stores = [Store("y", (Piece(y.node),), dtype, cols)]
+    program = assemble(
+        "stage", k=0, a_dtype=dtype, products=(), operands=operands, stores=stores, sinks={"s": codetta.row_sum(y * y).node},
+        outputs=("y", "s"),
+    )  # fmt: skip
+    x_, u_, g_ = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((rows, cols), (rows, cols), (cols,)))
+    partials = torch.empty(1, 8, rows, device="meta")
+    bound = {"x": x_, "u": u_, "r": Stat(partials, "sum", 256, cols), "g": g_}
+    outputs = {"y": torch.empty(rows, cols, dtype=dtype, device="meta")}
+    return program, Binding(rows, 1, 1, (rows,), x_, (), bound, outputs)
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -30,7 +30,9 @@ JOBS += [
     }.items()
     for name in names
 ]
-JOBS += [f"two_widths:{target}:{dtype}" for target in TARGETS for dtype in ("bf16", "fp32")]
+JOBS += [
+    f"{name}:{target}:{dtype}" for name in ("two_widths", "stage") for target in TARGETS for dtype in ("bf16", "fp32")
+]
 
 
 def reports(jobs: list[str]) -> dict[str, dict[str, Any]]:
@@ -63,6 +65,8 @@ def test_defaults_compile_and_do_not_spill(target: str) -> None:
     for job, report in found.items():
         assert report["registers"] > 0, job
         assert report["shared"] <= TARGETS[target].shared, job
+        if job.startswith("stage"):
+            continue  # multiplies nothing, and every tile is read once
         if TARGETS[target].bulk_copy:
             assert report["bulk_copy"], f"{job} has no bulk-tensor copies"
         if TARGETS[target].warpgroups and not job.endswith("fp32"):

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from zoo import LAYERS, ZOO, Entry, Inputs, outputs
 import codetta
 from codetta import dispatch
 from codetta.backends import reference
+from codetta.backends.triton import interpreting
 from codetta.integrations.dynamo import backend_of
 from codetta.partition import Launch, Present, Region, Run
 from codetta.program import Program
@@ -137,8 +139,11 @@ def check_structure(name: str, executor: Executor) -> None:
     """Between the first launch and the end of the last block there is attention, once a block, and nothing else to compute."""
     each, rest = BLOCKS[name]
     steps = executor.plan.steps
-    at = [number for number, step in enumerate(steps) if isinstance(step, Launch)]
+    programs = [(number, step.program) for number, step in enumerate(steps) if isinstance(step, Launch)]
+    at = [number for number, program in programs if program.multiplies]
     assert len(at) == each * LAYERS + rest
+    blocks = range(at[0], at[each * LAYERS - 1])
+    assert not any(number in blocks for number, program in programs if not program.multiplies), "a stage in a block"
     attention = 0
     for step in steps[at[0] : at[each * LAYERS - 1]]:
         assert isinstance(step, Launch | Present | Run), f"{type(step).__name__} between launches"
@@ -498,7 +503,7 @@ def test_weights_made_in_inference_mode(by_reference: None) -> None:
         assert torch.allclose(model(x), model.forward(x), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ada_norm", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
 def test_leftover_by_inductor(name: str) -> None:
     """What no program covers, compiled: regions before, between and behind programs."""
     entry = ZOO[name]
@@ -507,3 +512,63 @@ def test_leftover_by_inductor(name: str) -> None:
     for batch, length in ((2, 12), (3, 7)):
         check(model, exact, entry.example(batch, length, "cpu", torch.bfloat16), torch.bfloat16)
     assert any(isinstance(step, Region) for step in executors(model)[0].plan.steps)
+
+
+# ---- stages --------------------------------------------------------------------------------------------------------
+
+
+class Sandwich(nn.Module):
+    """Norms before and behind each product: what the second makes is known too late for the program before it."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(norm(48) for _ in range(4))
+        self.up, self.down, self.head = nn.Linear(48, 96), nn.Linear(96, 48), nn.Linear(48, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.norms[1](self.down(F.silu(self.up(self.norms[0](x)))))
+        return self.head(self.norms[3](self.norms[2](x)))
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_stages(norm: Callable[[int], nn.Module], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs without a product, on every backend, ragged; and the model is right."""
+    torch.manual_seed(0)
+    model, exact = Sandwich(norm), Sandwich(norm)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model = model.to(dtype)
+    exact.load_state_dict(model.state_dict())
+    stages: list[Program] = []
+    plain_run = dispatch.run
+
+    def run(program: Program, binding: Binding) -> Any:
+        if not program.multiplies:
+            stages.append(program)
+            for name in ("cpu", "triton") if interpreting() else ("cpu",):
+                backend = dispatch.load_backend(name)
+                assert not backend.why_not(program, binding), name
+                oracle.check(program, binding, backend)
+        return plain_run(program, binding)
+
+    monkeypatch.setattr(dispatch, "run", run)
+    codetta.compile(model)
+    x = torch.randn(3, 7, 48, dtype=dtype) * 3 + 5
+    for rows in (x, x[:1, :1], x[:, :5]):
+        check(model, exact.double(), ((rows,), {}), dtype)
+    assert len(set(stages)) >= 2
+    if dtype != torch.float16:  # which defers no norm, so that the first one is the graph's
+        assert not any(isinstance(step, Region) for step in executors(model)[0].plan.steps)
+
+
+def test_norms_without_a_product(by_reference: None) -> None:
+    """Behind a product its statistics are there already; alone, a norm is the graph's own."""
+    behind = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32))
+    alone = nn.Sequential(nn.LayerNorm(16), nn.ReLU())
+    x = torch.randn(5, 16)
+    for model, expected in ((behind, [True, False]), (alone, [])):
+        want = model(x)
+        codetta.compile(model)
+        torch.testing.assert_close(model(x), want)
+        assert [step.program.multiplies for step in launches(executors(model)[0])] == expected

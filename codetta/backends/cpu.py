@@ -71,7 +71,7 @@ class Cpu:
         reasons = self.why_not(program, binding)
         if reasons:
             raise LoweringError(f"backend 'cpu' cannot run {program.name}", reasons)
-        if not binding.rows or not program.k:
+        if not binding.rows or (not program.k and program.multiplies):
             return reference.run(program, binding)
         kernel = self._kernels[program]
         results: dict[str, Tensor | Stat] = dict(binding.outputs)

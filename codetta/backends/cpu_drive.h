@@ -341,7 +341,7 @@ static thread_local Workspace finished;
 extern "C" __attribute__((visibility("default"))) int codetta_run(const Plan* plan, const i64* args) {
   float* stats = nullptr;
   if (plan->stats && !(stats = (float*)finished.get((plan->stats * args[ROWS] + 16) * 4))) return 1;
-  const i64 rows = args[ROWS_PER_BATCH], times = up(rows, at_least_of(PORTION_ROWS, PORTION_BYTES / (4 * words(args[DEPTH]))));
+  const i64 rows = args[ROWS_PER_BATCH], times = up(rows, at_least_of(PORTION_ROWS, PORTION_BYTES / (4 * at_least_of(words(args[DEPTH]), 1))));
   const i64 at_once = up(up(rows, times), plan->row_tile) * plan->row_tile;
   bool finish = true;
   for (i64 batch = 0; batch < args[BATCH]; batch++)

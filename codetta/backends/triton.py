@@ -195,7 +195,7 @@ def could_be_aligned(program: Program) -> bool:
 
 def why_slow(program: Program, rows: int, target: Target | None, tile: Tile, refused: Sequence[Reason]) -> list[Reason]:
     """Why the vendor's product and a kernel for the rest are faster than the program on its best tile; empty if they are not."""
-    if rows <= FEW or target is None:
+    if rows <= FEW or target is None or not program.multiplies:
         return []
     if program.a_dtype == torch.float32 and not program.tf32:
         return [Reason("cost", "products in full precision are faster by the vendor's library")]
@@ -310,6 +310,8 @@ def _arguments(program: Program, binding: Binding, tile: Tile, results: dict[str
 
 
 def _matrices(program: Program, binding: Binding, tile: Tile) -> list[Any]:
+    if not program.multiplies:
+        return []
     if tile.loop == "pointer":
         a_step = binding.a.stride(0 if program.a_layout == "mk" else 1)
         steps = [b.stride(-2 if p.layout == "nk" else -1) for b, p in zip(binding.b, program.products, strict=True)]

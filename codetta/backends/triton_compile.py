@@ -125,6 +125,8 @@ def _signature(
         for name, role, what in gluon_gemm.descriptors(program, tile):
             block, dtype = gluon_gemm.block_of(program, tile, role, what)
             types[name] = f"tensordesc<{SHORT[dtype]}{block},{gluon_gemm.shared_layout(block, dtype)!r}>"
+    elif not program.multiplies:
+        pass
     elif tile.loop == "pointer":
         types |= {"a": f"*{element}"} | {f"b{i}": f"*{element}" for i in range(len(program.products))}
     else:

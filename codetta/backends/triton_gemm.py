@@ -45,6 +45,8 @@ def source(program: Program, tile: Tile, widen: bool = False) -> str:
 
 def kernel_parameters(program: Program, tile: Tile) -> list[str]:
     """All parameters of the kernel, in order."""
+    if not program.multiplies:
+        return parameters(program)
     names = ["a"] + [f"b{index}" for index in range(len(program.products))]
     if tile.loop == "pointer":
         names += ["a_stride"] + [f"b{index}_stride" for index in range(len(program.products))]
@@ -135,6 +137,8 @@ def _strip_base(strip: Strip) -> str:
 
 def _product(program: Program, segment: Segment, tile: Tile, widen: bool) -> list[str]:
     """The main loop: one accumulator per strip."""
+    if not segment.strips:
+        return []
     width = tile.strip(segment)
     lines = [f"acc{i} = tl.zeros((BM, {width}), tl.float32)" for i in range(len(segment.strips))]
     lines += [f"base{i} = {_strip_base(strip)}" for i, strip in enumerate(segment.strips)]

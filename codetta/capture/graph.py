@@ -45,6 +45,8 @@ class Leaf:
         order = [*(at for at in range(tensor.dim()) if at not in self.order), *self.order]
         if order != sorted(order):
             tensor = tensor.permute(order)
+        if tensor.dim() == 2 and tensor.shape[1] == cols:
+            return tensor
         return tensor.reshape(-1, cols) if cols else tensor.reshape(-1)
 
 

@@ -10,14 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import fx
 
 from codetta.capture.at import At, is_tensor, operator_name
 from codetta.capture.graph import CutError, Graph, Law, RefusedError, Value
-from codetta.capture.kinds import is_random
+from codetta.capture.kinds import is_random, packet_of
+from codetta.capture.products import tokens
 from codetta.capture.table import value_of
 from codetta.errors import Reason, TraceError
+from codetta.ir import view as views
+from codetta.ir.graph import Node, node
+from codetta.ir.op import is_sink
 from codetta.placement import NOWHERE, Placement
+
+aten = torch.ops.aten
+NORMS = (aten.mean, aten.native_layer_norm, aten._fused_rms_norm, aten.var_mean)
+_FROM_ONE = (aten._to_copy, aten.pow, aten.mul)  # a wider type, a square
+STAGED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def capture(
@@ -42,6 +52,9 @@ class _Reader:
         self.found.constant |= set(parameters)
         self.laws = laws
         self.cuts: dict[fx.Node, Reason] = dict(left)
+        self.staged: set[fx.Node] = set()
+        self.begun: set[fx.Node] = set()  # tensors of the graph whose rows are reduced before the first product
+        self.multiplied = _leading_to_products(graph)
         self.latest: dict[fx.Node, int] = {}  # the last group that a node depends on
         self.groups_before: dict[fx.Node, int] = {}
 
@@ -58,10 +71,15 @@ class _Reader:
             try:
                 value = self._read(each)
             except CutError as cut:
-                at = nodes.index(self._go_back(cut))
+                at = nodes.index(self._go_back(self._give_way(cut)))
+                continue
+            if value is None and (other := self._begins(each) or self._waits_for(each)) is not None:
+                at = nodes.index(self._go_back(other))
                 continue
             latest = [self.latest.get(arg, NOWHERE) for arg in each.all_input_nodes]
             if value is not None:
+                if each in self.staged or each in self.begun:
+                    value = self._stage(each, value)
                 self.found.values[each] = value
                 self.found.dtypes.setdefault(value.node, each.meta["val"].dtype)
                 latest.append(self.found.placement[value.node].group)
@@ -71,6 +89,8 @@ class _Reader:
 
     def _read(self, each: fx.Node) -> Value | None:
         found = self.found
+        if each in self.begun:
+            return tokens(At(found, each, self.laws), each)
         if each.op != "call_function" or each in self.cuts:
             return None
         inputs = each.all_input_nodes
@@ -83,11 +103,9 @@ class _Reader:
             found.refusals[each] = Reason(operator_name(each), str(refusal))
             return None
 
-    def _go_back(self, cut: CutError) -> fx.Node:
-        """Leave the value to the graph, and forget what was read from there on."""
+    def _go_back(self, at: fx.Node) -> fx.Node:
+        """Forget what was read from there on."""
         found = self.found
-        at = next(each for each, value in found.values.items() if value.node is cut.value)
-        self.cuts[at] = Reason("late", str(cut))
         found.placement.forget(self.groups_before[at])
         forgotten = False
         for each in found.nodes.nodes:
@@ -96,3 +114,81 @@ class _Reader:
                 found.values.pop(each, None)
                 found.refusals.pop(each, None)
         return at
+
+    def _give_way(self, cut: CutError) -> fx.Node:
+        """Give a value that others cannot wait for a program of its own, or leave it to the graph."""
+        at = next(each for each, value in self.found.values.items() if value.node is cut.value)
+        if self._can_be_staged(at):
+            self.staged.add(at)
+        else:
+            self.cuts[at] = Reason("late", str(cut))
+        return at
+
+    def _waits_for(self, each: fx.Node) -> fx.Node | None:
+        """A norm that the graph reads, or returns: from now on by a program of its own, since the one before left its statistics."""
+        if each in self.cuts or each.op not in ("call_function", "output"):
+            return None
+        for arg in each.all_input_nodes:
+            value = self.found.values.get(arg)
+            if value is not None and self._finishes_a_statistic(value.node) and self._can_be_staged(arg):
+                self.staged.add(arg)
+                return arg
+        return None
+
+    def _finishes_a_statistic(self, value: Node) -> bool:
+        stack, seen = [value], set()
+        while stack:
+            each = stack.pop()
+            if each in seen or not self.found.placement.is_late(each):
+                continue
+            seen.add(each)
+            if any(is_sink(arg.op) for arg in each.args):
+                return True
+            stack += each.args
+        return False
+
+    def _can_be_staged(self, each: fx.Node) -> bool:
+        """A matrix, in a type that kernels have."""
+        space = self.found.values[each].node.space
+        fits = space.rows == 1 and space.cols > 0 and each.meta["val"].dtype in STAGED
+        return fits and each not in self.staged and each not in self.begun
+
+    def _begins(self, each: fx.Node) -> fx.Node | None:
+        """The tensor of the graph of which the operator takes a norm, if a program can begin with it and norms may be deferred."""
+        if packet_of(each) not in NORMS or each not in self.multiplied or not self.laws or each in self.cuts:
+            return None
+        source = each.args[0]
+        while isinstance(source, fx.Node) and packet_of(source) in _FROM_ONE and len(source.all_input_nodes) == 1:
+            source = source.all_input_nodes[0]
+        if not isinstance(source, fx.Node) or not is_tensor(source) or source in self.begun | self.found.constant:
+            return None
+        value = source.meta["val"]
+        whole = value.dim() >= 2 and each.args[0].meta["val"].shape[-1] == value.shape[-1]  # type: ignore[union-attr]
+        fits = whole and views.tokens(value.shape) is not None and value.dtype in (torch.float32, torch.bfloat16)
+        if not fits or source in self.found.values or not _over_columns(each):
+            return None
+        self.begun.add(source)
+        return source
+
+    def _stage(self, each: fx.Node, value: Value) -> Value:
+        dtype = each.meta["val"].dtype
+        staged = node("stage", value.node, space=value.node.space, dtype=dtype)
+        self.found.origin[staged] = each
+        return Value(staged, value.dims)
+
+
+def _leading_to_products(graph: fx.Graph) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for each in reversed(graph.nodes):
+        if packet_of(each) in (aten.mm, aten.addmm) or any(user in found for user in each.users):
+            found.add(each)
+    return found
+
+
+def _over_columns(norm: fx.Node) -> bool:
+    """Whether the last dimension is reduced, and no other."""
+    over = norm.args[1] if len(norm.args) > 1 else None
+    if packet_of(norm) in (aten.native_layer_norm, aten._fused_rms_norm):
+        return isinstance(over, list | tuple) and len(over) == 1
+    last = norm.args[0].meta["val"].dim() - 1  # type: ignore[union-attr]
+    return isinstance(over, list | tuple) and len(over) == 1 and over[0] in (-1, last)

@@ -11,6 +11,7 @@ from codetta.capture.at import At
 from codetta.capture.graph import CutError, RefusedError, Value
 from codetta.ir import view as views
 from codetta.ir.graph import Node, Space, node
+from codetta.ir.op import OPS
 from codetta.ir.view import Dims
 from codetta.rewrite.statistic import variance_is_a_moment
 
@@ -56,7 +57,20 @@ def reduced(op: At, value: Value, over: list[int], keep: bool, packet: Any) -> V
 def early(op: At, value: Node) -> Node:
     """A value that is about to be reduced: its program must be able to."""
     if op.graph.placement.is_late(value):
-        raise CutError(value, "its rows are reduced, and it is known only behind the program that makes it")
+        raise CutError(
+            _made_of(op, value), "its rows are reduced, and it is known only behind the program that makes it"
+        )
+    return value
+
+
+def _made_of(op: At, value: Node) -> Node:
+    """What a value such as a square is made of, if that alone: whoever needs the one needs the other soon."""
+    known = {each.node for each in op.graph.values.values()}
+    while OPS[value.op].shape == "elementwise":
+        wide = {arg for arg in value.args if arg.space.cols and arg.space.rows}
+        if len(wide) != 1 or not wide <= known or not op.graph.placement.is_late(*wide):
+            break
+        (value,) = wide
     return value
 
 

@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch._guards import TracingContext
 
 from codetta.capture.attention import stays_whole
+from codetta.capture.kinds import is_view
 from codetta.compiler import compile_graph
 from codetta.errors import ArgumentError
 from codetta.ir.view import hint
@@ -157,17 +158,21 @@ def _needs_gradients(module: fx.GraphModule, inputs: list[Any]) -> bool:
     return any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
 
 
-WORTH = 4 << 20  # bytes that a region's operators carry on a CPU, from which compiling it for seconds pays
+# What a compiler must spare a region, at every call, for seconds of its time to pay: bytes between its operators, or launches.
+WORTH = {"cpu": 2 << 20, "cuda": 64 << 20}
+WORTH_LAUNCHES = 16
 
 
 def _where_it_pays(region: fx.GraphModule) -> Callable[..., Any] | None:
-    """On a GPU every launch that is saved pays; on a CPU small tensors stay in the cache, and eager is soon done with them."""
-    values = [each.meta.get("val") for each in region.graph.nodes]
+    """Small tensors stay in a CPU's cache, and a GPU is done with a few of them before the next call asks."""
+    inside = [each for each in region.graph.nodes if each.op == "call_function" and not is_view(each)]
+    (results,) = (each.args[0] for each in region.graph.nodes if each.op == "output")
+    values = [each.meta["val"] for each in inside if each not in results]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if any(tensor.is_cuda for tensor in tensors):
-        return _by_inductor(region)
-    carried = sum(tensor.element_size() * math.prod(hint(size) for size in tensor.shape) for tensor in tensors)
-    return _by_inductor(region) if carried >= WORTH else None
+    spared = sum(tensor.element_size() * math.prod(hint(size) for size in tensor.shape) for tensor in tensors)
+    device = "cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"
+    pays = spared >= WORTH[device] or (device == "cuda" and len(inside) >= WORTH_LAUNCHES)
+    return _by_inductor(region) if pays else None
 
 
 def _by_inductor(region: fx.GraphModule) -> Callable[..., Any]:

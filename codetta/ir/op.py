@@ -120,6 +120,7 @@ OPS: dict[str, Op] = {
     "spread": Op(1, "spread"),  # rows, cols
     # only in whole graphs, never in an epilogue; their space is given
     "product": Op(1, "leaf", "float"),  # weight (name), gain (a value of K columns, multiplied into the weight)
+    "stage": Op(1, "leaf", "float"),  # the value itself, by a program of its own that multiplies nothing
     "vector": Op(1, "leaf", "float"),  # a row times such a weight
     "moment": Op(1, "leaf", "float"),  # field (mean or var) of row_moments
     # sinks: reductions over the whole row or column, written as tile partials

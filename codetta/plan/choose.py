@@ -19,6 +19,7 @@ from codetta.program import Program, Segment
 
 # Buckets of M: within one, the same tile serves. Upper ends; above the last is one more bucket.
 BUCKETS = (16, 64, 256, 1024, 4096)
+STAGES = ((8, 512), (16, 256), (32, 128), (32, 64), (32, 32))  # rows and columns of a tile without a product
 SMALL_SPILL = 128  # registers that the specialised loop may lack and still be the best guess
 
 
@@ -110,6 +111,13 @@ def _excess(program: Program, tile: Tile, target: Target) -> float:
     return max(epilogue_registers(program, tile, target) - allowed, 0.0)
 
 
+def _stage_tiles(program: Program, target: Target | None) -> tuple[tuple[Tile, ...], tuple[Reason, ...]]:
+    """Tiles for a program that multiplies nothing."""
+    tiles = {tile: why_not(program, tile, target) for tile in (Tile(m, n, 16, 1, 4, 8, 1) for m, n in STAGES)}
+    legal = [tile for tile, reasons in tiles.items() if not reasons]
+    return tuple(legal), tuple(dict.fromkeys(each for reasons in tiles.values() for each in reasons))
+
+
 @lru_cache(maxsize=1024)
 def candidates(
     program: Program, rows: int, target: Target | None, aligned: bool
@@ -117,6 +125,8 @@ def candidates(
     """Legal tiles for a bucket of rows, best guess first, and why the others are not."""
     legal: list[Tile] = []
     refused: list[Reason] = []
+    if not program.multiplies:
+        return _stage_tiles(program, target)
     if target is not None and target.warpgroups and aligned and not 0 < rows <= 64:
         for tile in specialised_tiles(program, target):
             reasons = why_not(program, tile) + why_not_specialised(program, tile)

@@ -60,7 +60,8 @@ def _operands(program: Program, rows: int, samples: int) -> int:
 def _operand(operand: Operand, program: Program, rows: int, samples: int) -> int:
     if operand.stat:
         # Statistics are of A's rows as a rule, so they have a partial for each run of K.
-        return FIELDS[operand.stat] * math.ceil(program.k / PARTIAL_COLS) * rows * PARTIAL
+        width = program.k or max(segment.cols for segment in program.segments)
+        return FIELDS[operand.stat] * math.ceil(width / PARTIAL_COLS) * rows * PARTIAL
     count = {"none": 1, "sample": samples, "repeat": rows // samples}.get(operand.rows, math.ceil(rows / operand.group))
     return count * max(operand.cols, 1) * operand.dtype.itemsize
 

@@ -73,7 +73,7 @@ def why_not(program: Program, tile: Tile, target: Target | None = None) -> list[
 
 
 def _power_of_two_above(x: int) -> int:
-    return 1 << (x - 1).bit_length()
+    return 1 << (max(x, 1) - 1).bit_length()
 
 
 def _columns_local(program: Program, segment: Segment, tile: Tile) -> list[Reason]:

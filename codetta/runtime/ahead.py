@@ -58,12 +58,14 @@ def stand_ins(graph: Graph, step: Launch) -> Binding:
     program, rows, samples = step.program, hint(step.rows), 1
     values: dict[str, Tensor | Stat] = {}
     for operand in program.operands:
-        values[operand.name] = _operand(graph, operand, step.operands[operand.name], rows, program.k)
+        values[operand.name] = _operand(graph, operand, step.operands[operand.name], rows, max(program.k, 1))
         if operand.rows == "sample":
             samples = values[operand.name].shape[0]  # type: ignore[union-attr]
     bound = {each.name: bind_operand(each, values[each.name], rows, samples) for each in program.operands}
     outputs = {each.name: bind_output(each, None, rows, samples, META) for each in program.stores}
-    a = torch.empty(rows, program.k, dtype=program.a_dtype, device=META)
+    same = [bound[name] for name, source in step.operands.items() if source is step.a]
+    a = same[0] if same and not program.multiplies else torch.empty(rows, program.k, dtype=program.a_dtype, device=META)
+    assert isinstance(a, Tensor)
     weights = tuple(_weight(graph, name, gain is not None) for name, gain in step.weights)
     return Binding(rows, samples, 1, (rows,), a, weights, bound, outputs)
 
