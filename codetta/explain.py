@@ -22,7 +22,7 @@ from codetta.integrations.dynamo import Backend, backend_of, compile
 from codetta.ir import view as views
 from codetta.ir.show import equations
 from codetta.options import Options
-from codetta.partition import Launch, Mask, Plan, Region, Run
+from codetta.partition import Launch, Mask, Plan, Region, Run, is_tensor_of_graph
 from codetta.plan.cost import bytes_moved, flops, predicted_ms
 from codetta.plan.target import device_target
 from codetta.program import Program
@@ -172,7 +172,9 @@ def _reason(plan: Plan, each: fx.Node) -> str:
         return str(plan.graph.refusals[each])
     if any(arg in plan.graph.refusals for arg in each.all_input_nodes):
         return "reads what was left over"
-    return "no product before it" if each not in plan.graph.values else "known too late for the program that makes it"
+    value = plan.graph.values.get(each)
+    before = value is None or is_tensor_of_graph(value.node)
+    return "no product before it" if before else "known too late for the program that makes it"
 
 
 def _op(each: fx.Node) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from codetta.capture.attention import heads_are_shared, mask_has_a_name, stays_whole
 from codetta.capture.columns import cut_commutes, expand
+from codetta.capture.reader import late_is_staged
 from codetta.placement import Placement
 from codetta.rewrite.columns import join_rises, part_sinks_to_leaves
 from codetta.rewrite.onesided import one_plus_is_one_sided
@@ -38,6 +39,7 @@ def laws() -> list[Law]:
         _law("cut_commutes", cut_commutes),
         _law("statistic_splits", Stat),
         _law("variance_is_a_moment", variance_is_a_moment),
+        _law("late_is_staged", late_is_staged),
         _law("one_plus_is_one_sided", one_plus_is_one_sided),
         _law("join_rises", join_rises),
         _law("repeat_joins", expand),

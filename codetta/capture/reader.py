@@ -79,7 +79,7 @@ class _Reader:
             latest = [self.latest.get(arg, NOWHERE) for arg in each.all_input_nodes]
             if value is not None:
                 if each in self.staged or each in self.begun:
-                    value = self._stage(each, value)
+                    value = late_is_staged(self.found, each, value)
                 self.found.values[each] = value
                 self.found.dtypes.setdefault(value.node, each.meta["val"].dtype)
                 latest.append(self.found.placement[value.node].group)
@@ -170,11 +170,18 @@ class _Reader:
         self.begun.add(source)
         return source
 
-    def _stage(self, each: fx.Node, value: Value) -> Value:
-        dtype = each.meta["val"].dtype
-        staged = node("stage", value.node, space=value.node.space, dtype=dtype)
-        self.found.origin[staged] = each
-        return Value(staged, value.dims)
+
+def late_is_staged(graph: Graph, each: fx.Node, value: Value) -> Value:
+    """Σ f(x, norm(u)) -> Σ of what a program of its own has made: it reads x, u and the statistics of u
+
+    Exact. What a norm makes is known only behind the program that makes its rows. As a rule whoever reads it computes it on the way;
+    where its rows are reduced again (norms behind a block as well as before it), where a product must read it, and where the graph
+    does, a program without a product computes and stores it, and reduces its rows as it goes. The first norm of a model begins with
+    such a program, too. Refuses values that take columns apart, and types that kernels do not have.
+    """
+    staged = node("stage", value.node, space=value.node.space, dtype=each.meta["val"].dtype)
+    graph.origin[staged] = each
+    return Value(staged, value.dims)
 
 
 def _leading_to_products(graph: fx.Graph) -> set[fx.Node]:
