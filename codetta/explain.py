@@ -22,7 +22,7 @@ from codetta.integrations.dynamo import Backend, backend_of, compile
 from codetta.ir import view as views
 from codetta.ir.show import equations
 from codetta.options import Options
-from codetta.partition import Launch, Mask, Plan, Region, Run, is_tensor_of_graph
+from codetta.partition import Fixed, Launch, Mask, Plan, Region, Run, is_tensor_of_graph
 from codetta.plan.cost import bytes_moved, flops, predicted_ms
 from codetta.plan.target import device_target
 from codetta.program import Program
@@ -125,6 +125,10 @@ def _add(report: Report, plan: Plan) -> None:
                 report.bytes_after += _bytes([*step.inputs, *step.outputs])
             case Mask():
                 left["mask", "made of sizes alone: once for each size"] += 1
+            case Fixed():
+                for each in step.makes.nodes:
+                    if not is_view(each):
+                        left[_op(each), "made of sizes and parameters alone: once for each size"] += 1
     report.leftover_ops += [{"op": op, "count": n, "reason": reason} for (op, reason), n in left.items()]
     for each, reason in plan.graph.refusals.items():
         report.refusals.append({"op": _op(each), "where": _where(each), "reason": str(reason)})

@@ -16,7 +16,7 @@ from torch import fx
 
 from codetta.capture import Graph, Value
 from codetta.capture.attention import made_of_sizes, mask_has_a_name
-from codetta.capture.kinds import is_attention, is_view
+from codetta.capture.kinds import is_attention, is_random, is_size, is_view
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import is_sink
@@ -82,7 +82,14 @@ class Mask:
     makes: Region
 
 
-Step = Launch | Present | Run | Region | Mask
+@dataclass(eq=False)
+class Fixed:
+    """Operators whose results depend on sizes and parameters alone: tables of positions. The same at every call of a size."""
+
+    makes: Region
+
+
+Step = Launch | Present | Run | Region | Mask | Fixed
 
 
 @dataclass(eq=False)
@@ -139,7 +146,10 @@ class _Partition:
             for source in [launch.a, *launch.operands.values()]
             if source.kind == "leaf"
         }
-        return Plan(_gathered(self.steps, read), self.graph)
+        # Whoever is given a tensor may write to it.
+        given = {origin(each) for each in wanted}
+        parameters = {each for each in self.graph.constant if each.op == "placeholder"}
+        return Plan(_gathered(self.steps, read, parameters, given), self.graph)
 
     def _close(self, wanted: list[fx.Node]) -> None:
         """Mark what the graph's outputs need, and what that needs, until nothing is new."""
@@ -383,10 +393,10 @@ def is_tensor_of_graph(value: Node) -> bool:
     return value.op == "stage" and value.args[0].op == "load"
 
 
-def _gathered(steps: list[Step], read: set[fx.Node]) -> list[Step]:
+def _gathered(steps: list[Step], read: set[fx.Node], parameters: set[fx.Node], given: set[fx.Node]) -> list[Step]:
     """Operators of the graph that follow each other as regions, where there are at least two that compute something.
 
-    `read`: what programs read.
+    `read`: what programs read. `given`: what is handed out, and must be made anew at every call.
     """
     result: list[Step] = []
     run: list[fx.Node] = []
@@ -397,6 +407,10 @@ def _gathered(steps: list[Step], read: set[fx.Node]) -> list[Step]:
         if isinstance(step, Run) and not is_attention(step.target) and not _is_item_of_attention(step.target):
             run.append(step.target)
             continue
+        fixed = _fixed(run, parameters, given)
+        if fixed:
+            result.append(Fixed(_region(fixed, read)))
+            run = [each for each in run if each not in set(fixed)]
         if sum(not is_view(each) for each in run) >= 2:
             result.append(_region(run, read))
         else:
@@ -405,6 +419,23 @@ def _gathered(steps: list[Step], read: set[fx.Node]) -> list[Step]:
         if step is not None:
             result.append(step)
     return result
+
+
+def _fixed(nodes: list[fx.Node], parameters: set[fx.Node], given: set[fx.Node]) -> list[fx.Node]:
+    """Those that depend on sizes and parameters alone, where there are at least two that compute something."""
+    fixed: list[fx.Node] = []
+    for each in nodes:
+        known = [arg in parameters or arg in fixed or is_size(arg) for arg in each.all_input_nodes]
+        if all(known) and not is_random(each) and each not in given:
+            fixed.append(each)
+    return fixed if sum(not is_view(each) for each in fixed) >= 2 else []
+
+
+def origin(each: fx.Node) -> fx.Node:
+    """The operator behind views."""
+    while is_view(each) and each.args and isinstance(each.args[0], fx.Node):
+        each = each.args[0]
+    return each
 
 
 def _is_item_of_attention(each: fx.Node) -> bool:

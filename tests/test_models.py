@@ -28,6 +28,7 @@ from codetta.partition import Launch, Present, Region, Run
 from codetta.program import Program
 from codetta.runtime.bind import Binding
 from codetta.runtime.executor import Executor
+from codetta.runtime.sized import Sized
 from codetta.stat import Stat
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -572,3 +573,45 @@ def test_norms_without_a_product(by_reference: None) -> None:
         codetta.compile(model)
         torch.testing.assert_close(model(x), want)
         assert [step.program.multiplies for step in launches(executors(model)[0])] == expected
+
+
+# ---- what is the same for every call of a size -----------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    """A table of positions from a parameter, read by an epilogue, and one that is handed out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.speed = nn.Linear(16, 16), nn.Parameter(torch.rand(16))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        place = torch.arange(x.shape[1], dtype=torch.float32)[:, None]
+        table, given = torch.cos(place * self.speed) + 1.0, torch.sin(place * self.speed) * 2.0
+        return self.linear(x) * table, given.t()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_tables_are_made_once(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, made = Positions(), []
+    plain = Sized.__call__
+
+    def call(self: Sized, *inputs: Any) -> Any:
+        before = self.key
+        result = plain(self, *inputs)
+        made.append(self.key is not before)
+        return result
+
+    monkeypatch.setattr(Sized, "__call__", call)
+    codetta.compile(model, dynamic=dynamic)
+    x = torch.randn(2, 6, 16)
+    for step in range(3):
+        for each in (x, x, x[:, :4]):
+            ours, expected = model(each), model.forward(each)
+            torch.testing.assert_close(ours, expected)
+            ours[1].fill_(7.0)  # what is handed out is the caller's
+        with torch.no_grad():
+            model.speed.mul_(1.5)
+        assert made[0] and not made[1], step
+        made.clear()

@@ -32,6 +32,11 @@ def is_attention(each: fx.Node) -> bool:
     return "scaled_dot_product" in getattr(packet, "__name__", "") or str(packet) == "codetta.attention"
 
 
+def is_size(each: fx.Node) -> bool:
+    """A number that comes with the call: a size, or what was computed of sizes."""
+    return isinstance(each.meta.get("val"), torch.SymInt | int)
+
+
 def is_random(each: fx.Node) -> bool:
     """Whether it gives other numbers at every call."""
     target = each.target

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from codetta.runtime.sized import capturing
+
 CAUSAL, FULL = "causal", "full"
 
 
@@ -29,6 +31,9 @@ class SizedMask:
         name = self.known.get(sizes)
         if name is not None:
             return name
+        if sizes in self.known and capturing():
+            (mask,) = self.make(*sizes)
+            return mask
         if self.last is None or self.last[0] != sizes:
             (mask,) = self.make(*sizes)
             name = self.known.setdefault(sizes, name_of(mask))

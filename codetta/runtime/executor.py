@@ -16,15 +16,16 @@ from torch import Tensor, fx
 
 from codetta import dispatch
 from codetta.capture import Graph
-from codetta.capture.kinds import is_attention, is_view, packet_of
+from codetta.capture.kinds import is_attention, packet_of
 from codetta.errors import CheckError
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply, compute_dtype
-from codetta.partition import Launch, Mask, Plan, Present, Region, Run, Source
+from codetta.partition import Fixed, Launch, Mask, Plan, Present, Region, Run, Source, origin
 from codetta.program import Program
 from codetta.runtime.attention import Attention, SizedMask
 from codetta.runtime.bind import Binding, bind_operand, bind_output, matrix
+from codetta.runtime.sized import Sized, state_of
 from codetta.stat import Stat
 
 aten = torch.ops.aten
@@ -83,21 +84,7 @@ class Constants:
         return self.made
 
     def _state(self, inputs: Sequence[Any]) -> tuple[object, ...]:
-        return tuple(_state_of(inputs[at]) for at in self.watched)
-
-
-def _state_of(parameter: Tensor) -> tuple[object, ...]:
-    """What changes when the parameter does. Writing through `.data` leaves PyTorch's version as it is: on a CPU, where looking is
-    cheap, some of the numbers are looked at as well."""
-    if parameter.is_inference():
-        return (
-            object(),
-        )  # nobody counts its versions: equal to nothing, so that what depends on it is always made anew
-    state = (parameter.data_ptr(), parameter._version)
-    if parameter.device.type != "cpu" or not parameter.numel():
-        return state
-    flat = parameter.detach().reshape(-1)
-    return (*state, float(flat[:: max(1, flat.numel() // 64)].sum()))
+        return tuple(state_of(inputs[at]) for at in self.watched)
 
 
 class _Parameters:
@@ -223,6 +210,8 @@ class _Writer:
                     self.lines.append(f"{self.variable(step.target)} = {self._run(step.target)}")
                 case Mask():
                     self._mask(step)
+                case Fixed():
+                    self._fixed(step)
                 case Region():
                     self._region(step)
         output = next(each for each in self.graph.nodes.nodes if each.op == "output")
@@ -282,7 +271,7 @@ class _Writer:
         args = [self.spell(arg) for arg in each.args]
         if packet in (aten.view, aten._unsafe_view):
             return f"{args[0]}.reshape({args[1]})"  # what a program stored may lie otherwise in memory
-        if packet is aten.clone and _origin(each.args[0]).op == "call_function":  # type: ignore[arg-type]
+        if packet is aten.clone and origin(each.args[0]).op == "call_function":  # type: ignore[arg-type]
             # Nothing is written in place, so a copy is needed only for its layout, or to part from an input.
             return f"{args[0]}.contiguous()" if "memory_format" in each.kwargs else args[0]
         if packet is torch.ops.codetta.attention:
@@ -295,6 +284,12 @@ class _Writer:
         made = SizedMask(self._module(step.makes))
         sizes = ", ".join(self.variable(each) for each in step.makes.inputs)
         self.lines.append(f"{self.variable(step.target)} = {self.object(made)}({sizes})")
+
+    def _fixed(self, step: Fixed) -> None:
+        made = self.object(Sized(self._module(step.makes)))
+        results = ", ".join(self.variable(each) for each in step.makes.outputs)
+        inputs = ", ".join(self.variable(each) for each in step.makes.inputs)
+        self.lines.append(f"{results}, = {made}({inputs})")
 
     def _region(self, step: Region) -> None:
         """One call, if a compiler takes the region; else its operators one by one."""
@@ -334,7 +329,7 @@ class _Writer:
     def _expected(self, each: fx.Node) -> str:
         """A region's argument: kernels of others may lay out their results differently when their inputs lie otherwise."""
         value = each.meta["val"]
-        if not isinstance(value, Tensor) or not is_attention(_origin(each)):
+        if not isinstance(value, Tensor) or not is_attention(origin(each)):
             return self.variable(each)
         strides = ", ".join(self.size(stride) for stride in value.stride())
         return f"{self.object(strided)}({self.variable(each)}, ({strides},))"
@@ -402,13 +397,6 @@ def strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     if tensor.stride() == strides:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _origin(each: fx.Node) -> fx.Node:
-    """The operator behind views and items."""
-    while is_view(each) and each.args and isinstance(each.args[0], fx.Node):
-        each = each.args[0]
-    return each
 
 
 def _attribute(module: Any, path: str) -> Any:

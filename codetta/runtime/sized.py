@@ -1,0 +1,51 @@
+"""What is the same for every call of a size: made when first needed, and again when sizes or parameters have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST = 64 << 20  # bytes that are kept
+
+
+@dataclass
+class Sized:
+    """Tensors made of sizes and parameters alone, such as tables of positions. The last ones are kept, unless they are large."""
+
+    make: Callable[..., tuple[Any, ...]]
+    key: tuple[object, ...] | None = None
+    made: tuple[Any, ...] = ()
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        if capturing():
+            return self.make(*inputs)
+        key = tuple(state_of(each) if isinstance(each, Tensor) else each for each in inputs)
+        if key == self.key:
+            return self.made
+        made = self.make(*inputs)
+        tensors = [each for each in made if isinstance(each, Tensor)]
+        if sum(each.untyped_storage().nbytes() for each in tensors) <= MOST:
+            self.key, self.made = key, made
+        return made
+
+
+def capturing() -> bool:
+    """Whether launches are recorded into a CUDA graph, which must own what it reads: we may drop it when sizes change."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def state_of(parameter: Tensor) -> tuple[object, ...]:
+    """What changes when the parameter does. Writing through `.data` leaves PyTorch's version as it is: on a CPU, where looking is
+    cheap, some of the numbers are looked at as well."""
+    if parameter.is_inference():
+        # Nobody counts its versions: equal to nothing, so that what depends on it is always made anew.
+        return (object(),)
+    state = (parameter.data_ptr(), parameter._version)
+    if parameter.device.type != "cpu" or not parameter.numel():
+        return state
+    flat = parameter.detach().reshape(-1)
+    return (*state, float(flat[:: max(1, flat.numel() // 64)].sum()))
