@@ -212,7 +212,10 @@ def block(
     tokens: Annotated[int, typer.Option(help="Tokens; default 16384 on a GPU, 512 on a CPU.")] = 0,
     sizes: SizesOption = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="A whole model's prefill too, llama-3.2-1b or all; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="A whole model's prefill, llama-3.2-1b or all; may be repeated. Blocks too if --sizes is given."
+        ),
     ] = None,
     layers: Annotated[int, typer.Option(help="Give the models so many layers; default: as published.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be repeated.")] = None,
@@ -225,7 +228,8 @@ def block(
     from codetta.bench.block import IMPLEMENTATIONS, BlockBench, run_block
     from codetta.bench.prefill import SHAPES, measure_prefill
 
-    bench = BlockBench(pick_device(device), tokens, parse_sizes(sizes), tuple(only or IMPLEMENTATIONS), rounds)
+    wanted = tuple(only or IMPLEMENTATIONS)
+    bench = BlockBench(pick_device(device), tokens, parse_sizes(sizes), wanted, rounds, bool(sizes) or not model)
     console = screen(as_json)
     models = [name for name in SHAPES if name != "tiny"] if model == ["all"] else model or []
     total = (len(bench.jobs()) + len(models)) * len(bench.implementations)

@@ -80,6 +80,7 @@ class BlockBench:
     sizes: tuple[tuple[int, int], ...] = ()
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     rounds: int = 3
+    blocks: bool = True  # False: whole models are asked for instead
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.implementations if name not in IMPLEMENTATIONS]
@@ -89,6 +90,8 @@ class BlockBench:
             raise ArgumentError("sizes", "D is no multiple of 128", "pass D,F with D a multiple of the head, 128")
 
     def jobs(self) -> tuple[tuple[int, int], ...]:
+        if not self.blocks:
+            return ()
         return self.sizes or (GPU_SIZES if self.device.type == "cuda" else CPU_SIZES)
 
 
