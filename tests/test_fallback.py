@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import codetta
 from codetta.integrations.dynamo import backend_of
+from codetta.program import Program
 
 
 def compare(model: nn.Module, *inputs: Any) -> nn.Module:
@@ -159,14 +160,34 @@ def test_no_compiler_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from codetta.errors import Reason
 
     monkeypatch.setattr(Cpu, "why_never", lambda self, program, device, rows: [Reason("compiler", "none is here")])
-    model = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.LayerNorm(12), nn.Linear(12, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4), nn.LayerNorm(4)
+    )
     report = codetta.explain(model, torch.randn(5, 12))
     assert not report.programs and all("none is here" in each["reason"] for each in report.refusals)
     compare(model, torch.randn(5, 12))
 
 
+def test_stages_that_no_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms go back to the graph, and the products stay programs."""
+    from codetta.backends.cpu import Cpu
+    from codetta.errors import Reason
+
+    plain = Cpu.why_never
+
+    def why_never(self: Cpu, program: Program, device: torch.device, rows: int) -> list[Reason]:
+        return plain(self, program, device, rows) if program.multiplies else [Reason("stage", "none here")]
+
+    monkeypatch.setattr(Cpu, "why_never", why_never)
+    model = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 16), nn.LayerNorm(16), nn.LayerNorm(16), nn.Linear(16, 4))
+    report = codetta.explain(model, torch.randn(5, 12))
+    assert len(report.programs) == 2 and all(program.products for program in report.programs)
+    compare(model, torch.randn(5, 12))
+
+
 def test_an_empty_batch() -> None:
     compare(nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 4)), torch.randn(0, 12))
+    compare(nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 16), nn.LayerNorm(16)), torch.randn(0, 12))
 
 
 def test_outputs_that_are_inputs() -> None:

@@ -1,8 +1,8 @@
 """Capture: an FX graph of aten operators -> values on token matrices. Only this folder knows torch.fx and aten.
 
 Everything that depends on a matrix product becomes a `Value`: a node of the project's own kind and the view under which the
-graph sees it. What no handler covers, and everything before the first product, stays a tensor that the graph computes as it
-did (a leaf, if a value reads it). Casts between floating types leave no trace: values are computed in fp32, which is at
+graph sees it. What no handler covers, and everything before the first product and its norm, stays a tensor that the graph computes as
+it did (a leaf, if a value reads it). Casts between floating types leave no trace: values are computed in fp32, which is at
 least as accurate as what was asked for.
 """
 
@@ -38,8 +38,9 @@ def capture(
 ) -> Graph:
     """Every node of the graph that depends on a product, as a value, as far as the handlers go.
 
-    Laws are applied to products as they are met. Where a product needs a value that is known too late for any program to
-    store it, the graph keeps that value, and reading starts again behind it. `left`: operators that stay with the graph, and why.
+    Laws are applied to products as they are met. Where something needs a value that is known too late for any program to store
+    it, that value gets a program of its own, or is left to the graph, and reading starts again there. `left`: operators that stay with
+    the graph, and why.
     """
     return _Reader(graph, parameters, laws, left or {}).read()
 
@@ -161,6 +162,8 @@ class _Reader:
         while isinstance(source, fx.Node) and packet_of(source) in _FROM_ONE and len(source.all_input_nodes) == 1:
             source = source.all_input_nodes[0]
         if not isinstance(source, fx.Node) or not is_tensor(source) or source in self.begun | self.found.constant:
+            return None
+        if source in self.cuts:
             return None
         value = source.meta["val"]
         whole = value.dim() >= 2 and each.args[0].meta["val"].shape[-1] == value.shape[-1]  # type: ignore[union-attr]
