@@ -33,8 +33,8 @@ def is_attention(each: fx.Node) -> bool:
 
 
 def is_size(each: fx.Node) -> bool:
-    """A number that comes with the call: a size, or what was computed of sizes."""
-    return isinstance(each.meta.get("val"), torch.SymInt | int)
+    """A number that comes with the call."""
+    return each.op == "placeholder" and isinstance(each.meta.get("val"), torch.SymInt | int)
 
 
 def is_random(each: fx.Node) -> bool:
