@@ -80,8 +80,14 @@ def plan_of(module: fx.GraphModule, parameters: Iterable[fx.Node], options: Opti
 
 
 def why_never_all(plan: Plan) -> dict[int, Reason]:
-    """Programs that no backend can run, or not as fast as separate kernels, by number; kernels that need no tensors to be built are built side by side."""
-    steps = [step for step in plan.steps if isinstance(step, Launch)]
+    """Programs that no backend can run, or not as fast as separate kernels, by number.
+
+    Kernels that need no tensors to be built are built side by side; layers share their programs.
+    """
+    calls = {
+        step.number: (step.program, step.device, hint(step.rows)) for step in plan.steps if isinstance(step, Launch)
+    }
+    different = list(dict.fromkeys(calls.values()))
     with ThreadPoolExecutor() as pool:
-        reasons = list(pool.map(lambda step: why_never(step.program, step.device, hint(step.rows)), steps))
-    return {step.number: found[0] for step, found in zip(steps, reasons, strict=True) if found}
+        reasons = dict(zip(different, pool.map(lambda call: why_never(*call), different), strict=True))
+    return {number: reasons[call][0] for number, call in calls.items() if reasons[call]}

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from codetta.errors import ArgumentError, TraceError
-from codetta.ir.graph import Frame, Node, Space, node, rebuilt
+from codetta.ir.graph import Frame, Node, Space, const, node, rebuilt
 from codetta.ir.op import OPS, QUANTISED, is_sink
 from codetta.ir.show import formula
 from codetta.program import LAYOUTS
@@ -309,7 +309,7 @@ def lift(value: object) -> Value:
             )
         return value
     if isinstance(value, numbers.Real):
-        return Value(node("const", space=Space(), value=float(value)))
+        return Value(const(float(value)))
     if isinstance(value, torch.Tensor):
         raise TraceError(
             "a tensor inside an epilogue must be one of its arguments: add a parameter and pass the tensor by keyword"

@@ -33,6 +33,7 @@ from codetta.stat import FIELDS, Stat
 
 PRODUCT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+MOST_KNOWN = 4096  # calls of different sizes whose tiles are remembered
 FEW = 64  # rows, up to which the weights' way to the chip is all that counts
 
 
@@ -93,8 +94,10 @@ class TritonBackend:
 
     def _best(self, program: Program, binding: Binding, device: torch.device) -> Tile | None:
         """The first tile that such tensors on the device can take; on the way of every call, so it looks no further."""
-        key = (program, device, generation(), *_layout(program, binding))
+        key = (program, device, generation(), *_layout(binding))
         if key not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
             target, tuned = device_target(device), self.tuned(program, binding, device)
             tiles, _ = candidates(program, bucket(binding.rows), target, aligned(program, binding))
             # What was tuned for other tensors of this bucket, or by another version, may be illegal here.
@@ -258,7 +261,7 @@ def tune_key(program: Program, binding: Binding, device: torch.device | None = N
     return TuneKey(program, device or binding.a.device, bucket(binding.rows), aligned(program, binding))
 
 
-def _layout(program: Program, binding: Binding) -> list[object]:
+def _layout(binding: Binding) -> list[object]:
     """All that the choice of a tile can depend on, of the tensors of a call."""
     tensors = [binding.a, *binding.b, *binding.operands.values(), *binding.outputs.values()]
     found: list[object] = [binding.rows, binding.samples, binding.batch]

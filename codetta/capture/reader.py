@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from codetta.capture.at import At, is_tensor, operator_name
-from codetta.capture.graph import CutError, Graph, Law, RefusedError, Value
+from codetta.capture.graph import FLOATS, CutError, Graph, Law, RefusedError, Value
 from codetta.capture.kinds import is_random, packet_of
 from codetta.capture.products import tokens
 from codetta.capture.table import value_of
@@ -27,7 +27,6 @@ from codetta.placement import NOWHERE, Placement
 aten = torch.ops.aten
 NORMS = (aten.mean, aten.native_layer_norm, aten._fused_rms_norm, aten.var_mean)
 _FROM_ONE = (aten._to_copy, aten.pow, aten.mul)  # a wider type, a square
-STAGED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def capture(
@@ -151,7 +150,8 @@ class _Reader:
     def _can_be_staged(self, each: fx.Node) -> bool:
         """A matrix, in a type that kernels have."""
         space = self.found.values[each].node.space
-        fits = space.rows == 1 and space.cols > 0 and each.meta["val"].dtype in STAGED
+        dtype = each.meta["val"].dtype
+        fits = space.rows == 1 and space.cols > 0 and dtype in FLOATS and dtype is not torch.float64
         return fits and each not in self.staged and each not in self.begun
 
     def _begins(self, each: fx.Node) -> fx.Node | None:
@@ -161,9 +161,9 @@ class _Reader:
         source = each.args[0]
         while isinstance(source, fx.Node) and packet_of(source) in _FROM_ONE and len(source.all_input_nodes) == 1:
             source = source.all_input_nodes[0]
-        if not isinstance(source, fx.Node) or not is_tensor(source) or source in self.begun | self.found.constant:
+        if not isinstance(source, fx.Node) or not is_tensor(source):
             return None
-        if source in self.cuts:
+        if source in self.begun or source in self.found.constant or source in self.cuts:
             return None
         value = source.meta["val"]
         whole = value.dim() >= 2 and each.args[0].meta["val"].shape[-1] == value.shape[-1]  # type: ignore[union-attr]

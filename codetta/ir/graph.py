@@ -90,6 +90,10 @@ def node(op: str, *args: Node, space: Space | None = None, **attrs: Any) -> Node
     return found
 
 
+def const(value: float) -> Node:
+    return node("const", space=Space(), value=value)
+
+
 def rebuilt(old: Node, args: tuple[Node, ...]) -> Node:
     """The same op and attributes over other arguments, its space inferred anew."""
     if all(new is was for new, was in zip(args, old.args, strict=True)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from codetta.ir.graph import Node, Space, node
+from codetta.ir.graph import Node, const, node
 
 
 def one_plus_is_one_sided(value: Node) -> Node | None:
@@ -18,9 +18,5 @@ def one_plus_is_one_sided(value: Node) -> Node | None:
             (x,) = function.args
             if function.op == "erf":
                 return node("erfc", node("neg", x))
-            return node("mul", _const(2.0), node("sigmoid", node("mul", _const(2.0), x)))
+            return node("mul", const(2.0), node("sigmoid", node("mul", const(2.0), x)))
     return None
-
-
-def _const(value: float) -> Node:
-    return node("const", space=Space(), value=value)

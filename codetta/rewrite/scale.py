@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from codetta.errors import Reason
-from codetta.ir.graph import Node, Space, node, topological
+from codetta.ir.graph import Node, Space, const, node, topological
 
-ONE = node("const", space=Space(), value=1.0)
+ONE = const(1.0)
 Late = Callable[[Node], bool]
 
 
@@ -94,7 +94,7 @@ def affine_form(value: Node, late: Late = always) -> Affine:
             if not y.space.rows and _constant(y):
                 return _gained(affine_form(x, late), node("div", ONE, y))
         case "neg":
-            return _scaled(affine_form(value.args[0], late), node("const", space=Space(), value=-1.0))
+            return _scaled(affine_form(value.args[0], late), const(-1.0))
         case "add":
             for x, y in (value.args, value.args[::-1]):
                 if _shifts(y):
@@ -104,7 +104,7 @@ def affine_form(value: Node, late: Late = always) -> Affine:
             if _shifts(y):
                 return _shifted(affine_form(x, late), node("neg", y))
             if _shifts(x):
-                return _shifted(_scaled(affine_form(y, late), node("const", space=Space(), value=-1.0)), x)
+                return _shifted(_scaled(affine_form(y, late), const(-1.0)), x)
     return Affine(value)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from codetta.ir.graph import Node, Space, node
+from codetta.ir.graph import Node, Space, const, node
 
 
 def variance_is_a_moment(summand: Node) -> Node | None:
@@ -18,7 +18,7 @@ def variance_is_a_moment(summand: Node) -> Node | None:
     if not is_mean(mean, x):
         return None
     var = node("moment", node("row_moments", x), space=Space(1, 0), field="var")
-    return node("mul", var, node("const", space=Space(), value=float(x.space.cols)))
+    return node("mul", var, const(float(x.space.cols)))
 
 
 def is_mean(value: Node, of: Node) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from codetta import dispatch
 from codetta.capture import Graph
+from codetta.capture.attention import MASK
 from codetta.capture.kinds import is_attention, packet_of
 from codetta.errors import CheckError
 from codetta.ir import view as views
@@ -275,8 +276,8 @@ class _Writer:
             # Nothing is written in place, so a copy is needed only for its layout, or to part from an input.
             return f"{args[0]}.contiguous()" if "memory_format" in each.kwargs else args[0]
         if packet is torch.ops.codetta.attention:
-            call = Attention(*each.args[4:])  # type: ignore[arg-type]
-            return f"{self.object(call)}({', '.join(args[:4])})"
+            call = Attention(*each.args[MASK + 1 :])  # type: ignore[arg-type]
+            return f"{self.object(call)}({', '.join(args[: MASK + 1])})"
         kwargs = [f"{key}={self.spell(arg)}" for key, arg in each.kwargs.items()]
         return f"{self.object(target)}({', '.join(args + kwargs)})"
 
