@@ -125,6 +125,28 @@ def test_padded(name: str, by_reference: None) -> None:
     assert len(executors(model)) == 1
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "gpt_neox", "phi3"])
+def test_key_value_cache(name: str, by_reference: None) -> None:
+    """As published models are called by default: the prompt fills a cache, a token more continues it, the plan is as long."""
+    entry = ZOO[name]
+    model = entry.model()
+    _, prompt = entry.example(2, 12)
+    _, token = entry.example(2, 1)
+    codetta.compile(model, dynamic=False)
+    model(**prompt)
+    plain = len(launches(executors(model)[0]))
+    eager = model.forward(**prompt, use_cache=True)
+    ours = model(**prompt, use_cache=True)
+    assert len(launches(executors(model)[1])) == plain, "the cache broke a program"
+    pairs = [(ours.logits, eager.logits)]
+    for mine, theirs in zip(ours.past_key_values.layers, eager.past_key_values.layers, strict=True):
+        pairs += [(mine.keys, theirs.keys), (mine.values, theirs.values)]
+    eager = model.forward(**token, past_key_values=eager.past_key_values)
+    ours = model(**token, past_key_values=ours.past_key_values)
+    for mine, theirs in [*pairs, (ours.logits, eager.logits)]:
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
+
+
 # ---- structure -----------------------------------------------------------------------------------------------------
 
 # Launches of a block, and of what comes behind the last one.

@@ -220,7 +220,12 @@ def select_column(op: At, value: Value, at: int, index: int) -> Value:
 
 def cat(op: At) -> Value:
     at = op.arg(1, 0) % len(shape(op.fx))
-    parts = [part for part in op.arg(0) if not views.same(shape(part)[at], 0)]
+    # An empty tensor joins nothing, whatever its shape: key-value caches begin as one of shape (0,).
+    parts = [part for part in op.arg(0) if not any(views.same(size, 0) for size in shape(part))]
+    if not parts:
+        raise RefusedError("joins nothing")
+    if len(parts) == 1 and parts[0] in op.graph.values:
+        return op.graph.values[parts[0]]
     if not all(isinstance(part, fx.Node) and part in op.graph.values for part in parts):
         raise RefusedError("joins values with tensors that no product made")
     pieces = [op.graph.values[part] for part in parts]
