@@ -23,7 +23,7 @@ import codetta
 from codetta import dispatch
 from codetta.backends import reference
 from codetta.backends.triton import interpreting
-from codetta.integrations.dynamo import backend_of
+from codetta.integrations.dynamo import backend_of, by_inductor
 from codetta.partition import Launch, Present, Region, Run
 from codetta.program import Program
 from codetta.runtime.bind import Binding
@@ -535,6 +535,19 @@ def test_leftover_by_inductor(name: str) -> None:
     for batch, length in ((2, 12), (3, 7)):
         check(model, exact, entry.example(batch, length, "cpu", torch.bfloat16), torch.bfloat16)
     assert any(isinstance(step, Region) for step in executors(model)[0].plan.steps)
+
+
+def test_regions_keep_their_strides() -> None:
+    """What Inductor pads for itself, others would read at the wrong places."""
+    from torch._inductor import config
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.randn(3, 5, 67)
+    region = make_fx(lambda x: [x.sum(0, keepdim=True) * x], tracing_mode="fake")(x)
+    with config.patch(disable_padding_cpu=False, padding_stride_threshold=8, fx_graph_cache=False):
+        (found,) = by_inductor(region)(x)
+    assert found.stride() == x.stride()
+    torch.testing.assert_close(found, x.sum(0, keepdim=True) * x)
 
 
 # ---- stages --------------------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ class Backend:
 
     def compile_graph(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """An aten graph as an executor."""
-        takes = {"auto": _where_it_pays, "inductor": _by_inductor, "graph": None}[self.options.leftover]
+        takes = {"auto": _where_it_pays, "inductor": by_inductor, "graph": None}[self.options.leftover]
         executor = compile_graph(module, _parameters(module.graph), self.options, takes)
         self.executors.append(executor)
         return executor
@@ -172,10 +172,10 @@ def _where_it_pays(region: fx.GraphModule) -> Callable[..., Any] | None:
     spared = sum(tensor.element_size() * math.prod(hint(size) for size in tensor.shape) for tensor in tensors)
     device = "cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"
     pays = spared >= WORTH[device] or (device == "cuda" and len(inside) >= WORTH_LAUNCHES)
-    return _by_inductor(region) if pays else None
+    return by_inductor(region) if pays else None
 
 
-def _by_inductor(region: fx.GraphModule) -> Callable[..., Any]:
+def by_inductor(region: fx.GraphModule) -> Callable[..., Any]:
     """A region of leftover operators, compiled by Inductor, with the sizes of the whole graph as its symbols."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
@@ -183,6 +183,9 @@ def _by_inductor(region: fx.GraphModule) -> Callable[..., Any]:
 
     inputs = [each.meta["val"] for each in region.graph.nodes if each.op == "placeholder"]
     decomposed = make_fx(region, decomposition_table=select_decomp_table())(*inputs)
+    (output,) = decomposed.graph.find_nodes(op="output")
+    # Everything is visible: others go on with these results and expect their strides as the graph has them, not padded.
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     context = TracingContext.try_get()
     # Inductor reports the strides of its outputs as those of the whole graph, of which this is a part.
     reported = context.output_strides if context is not None else None
