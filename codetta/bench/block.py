@@ -120,10 +120,11 @@ def measure_block(bench: BlockBench, d: int, f: int) -> list[Row]:
         model = Block(d, f).to(dtype).eval()
         length = tokens // 2 if tokens % 2 == 0 else tokens
         x, attended = (torch.randn(tokens // length, length, d).to(dtype) for _ in range(2))
+        wide = torch.randn(tokens // length, length, f).to(dtype)
         angle = torch.randn(1, 1, length, model.head)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     inputs = (x, attended, cos, sin)
-    contenders = contestants(model, inputs, bench.implementations, gemms=lambda: _products(model, x, attended, f))
+    contenders = contestants(model, inputs, bench.implementations, gemms=lambda: _products(model, attended, wide))
     error = _error_ratio(model, contenders["codetta"], inputs) if "codetta" in contenders else None
     times = medians(contenders, bench.device, rounds=bench.rounds, rep_ms=100.0)
     rows = []
@@ -164,8 +165,7 @@ def contestants(
     return made
 
 
-def _products(model: Block, x: Tensor, attended: Tensor, hidden: int) -> list[Tensor]:
-    wide = torch.empty(*x.shape[:-1], hidden, device=x.device, dtype=x.dtype)
+def _products(model: Block, attended: Tensor, wide: Tensor) -> list[Tensor]:
     narrow = [model.o, model.gate, model.up, model.q, model.k, model.v]
     return [F.linear(attended, each.weight) for each in narrow] + [F.linear(wide, model.down.weight)]
 

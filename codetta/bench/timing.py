@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
 import torch
+
+LEAST = 15  # runs of each on a GPU, however long they take
 
 Contenders = Mapping[str, Callable[[], object]]
 
@@ -15,7 +18,8 @@ def medians(contenders: Contenders, device: torch.device, rounds: int = 3, rep_m
     """Milliseconds of each contender, `rounds` times `rep_ms` of each, taken in turns.
 
     Taking turns run by run puts all of them under the same clock: a card at its power limit drifts by some per cent over
-    seconds, and the first after a pause would look best.
+    seconds, and the first after a pause would look best. Every round has an order of its own: who always came after the
+    hottest contender would look worst.
     """
     for fn in contenders.values():
         fn()
@@ -28,14 +32,16 @@ def _cuda(contenders: Contenders, each_ms: float) -> dict[str, float]:
     """Single runs with a cold L2, by events on the device."""
     flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
     contenders = {name: _captured(fn) for name, fn in contenders.items()}
+    order, shuffle = list(contenders), random.Random(0).shuffle
 
     def sweep() -> dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]:
         events = {}
-        for name, fn in contenders.items():
+        shuffle(order)
+        for name in order:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
             begin.record()
-            fn()
+            contenders[name]()
             end.record()
             events[name] = (begin, end)
         return events
@@ -46,7 +52,7 @@ def _cuda(contenders: Contenders, each_ms: float) -> dict[str, float]:
     # Some sweeps only to bring the card to its working clock.
     for _ in range(max(2, int(150.0 / max(total, 0.05)))):
         sweep()
-    count = max(5, min(300, int(each_ms * len(contenders) / max(total, 0.05))))
+    count = max(LEAST, min(300, int(each_ms * len(contenders) / max(total, 0.05))))
     sweeps = [sweep() for _ in range(count)]
     torch.cuda.synchronize()
     return {
