@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -225,23 +226,22 @@ def block(
     as_json: Json = False,
 ) -> None:
     """A Transformer block without its attention, compiled: against eager, torch.compile and the bare products."""
-    from codetta.bench.block import IMPLEMENTATIONS, BlockBench, run_block
+    from codetta.bench.block import IMPLEMENTATIONS, BlockBench, measure_blocks, new_record
     from codetta.bench.prefill import SHAPES, measure_prefill
 
     wanted = tuple(only or IMPLEMENTATIONS)
     bench = BlockBench(pick_device(device), tokens, parse_sizes(sizes), wanted, rounds, bool(sizes) or not model)
     console = screen(as_json)
     models = [name for name in SHAPES if name != "tiny"] if model == ["all"] else model or []
-    total = (len(bench.jobs()) + len(models)) * len(bench.implementations)
-    with bar("ceilings", total) as advance:
-        record = run_block(bench, "codetta " + " ".join(sys.argv[1:]), lambda row: advance(f"D {row['D']}"))
-        for name in models:
-            record.rows += measure_prefill(
-                name, bench.device, bench.implementations, layers, on_row=lambda row: advance(row["model"])
-            )
+    with bar("ceilings", len(bench.jobs()) + len(models)) as advance:
+        record = new_record(bench, "codetta " + " ".join(sys.argv[1:]))
+        whole = (measure_prefill(name, bench.device, bench.implementations, layers) for name in models)
+        for rows in chain(measure_blocks(bench), whole):
+            record.rows += rows
+            advance(rows[0].get("model") or f"D {rows[0]['D']}")
+            if out is not None:
+                record.part(rows).append_to(out)
     console.print(block_table(record))
-    if out is not None:
-        record.append_to(out)
     finish(as_json, record.json())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,20 +95,20 @@ class BlockBench:
         return self.sizes or (GPU_SIZES if self.device.type == "cuda" else CPU_SIZES)
 
 
-def run_block(bench: BlockBench, command: str, on_row: Callable[[Row], None] | None = None) -> Record:
-    """Measure every size; all contenders of a size take turns."""
+def new_record(bench: BlockBench, command: str) -> Record:
     record = Record("block", device_name(bench.device), command)
     record.ceilings = ceilings(bench.device)
+    return record
+
+
+def measure_blocks(bench: BlockBench) -> Iterator[list[Row]]:
+    """The rows of every size; all contenders of a size take turns."""
     for d, f in bench.jobs():
-        for row in measure_block(bench, d, f):
-            record.rows.append(row)
-            if on_row is not None:
-                on_row(row)
+        yield measure_block(bench, d, f)
         gc.collect()
         torch._dynamo.reset()
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
-    return record
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +102,6 @@ def measure_prefill(
     implementations: tuple[str, ...] = IMPLEMENTATIONS,
     layers: int = 0,
     rounds: int = 2,
-    on_row: Callable[[Row], None] | None = None,
 ) -> list[Row]:
     """One row for each contender: the time to read a prompt and give the logits of its last token."""
     model = build(name, device, torch.bfloat16, layers)
@@ -126,8 +124,6 @@ def measure_prefill(
         if impl == "codetta" and error is not None:
             row["distance"] = round(error, 5)  # from eager's logits
         rows.append(row)
-        if on_row is not None:
-            on_row(row)
     del model, contenders
     gc.collect()
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ import math
 import platform
 import subprocess
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,10 @@ class Record:
     def json(self) -> dict[str, Any]:
         keys = ("bench", "device", "versions", "date", "commit", "command", "ceilings", "rows")
         return {key: getattr(self, key) for key in keys}
+
+    def part(self, rows: list[Row]) -> Record:
+        """The same run with some of its rows: what is done is kept, whatever becomes of the rest."""
+        return replace(self, rows=rows)
 
     def append_to(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
