@@ -29,7 +29,8 @@ from codetta.partition import Launch, PartitionError, Plan, partition
 from codetta.progress import bar
 from codetta.rewrite.scale import row_scale_commutes
 from codetta.runtime.ahead import Ahead
-from codetta.runtime.executor import CompileRegion, Executor
+from codetta.runtime.executor import Executor
+from codetta.runtime.writer import CompileRegion
 
 
 def compile_graph(

@@ -96,6 +96,7 @@ Step = Launch | Present | Run | Region | Mask | Fixed
 class Plan:
     steps: list[Step]
     graph: Graph
+    forward: int  # how many of the steps the graph's own results need; the others make gradients
 
 
 @dataclass(eq=False)
@@ -114,9 +115,12 @@ class PartitionError(Exception):
         self.group, self.reason = group, reason
 
 
-def partition(graph: Graph) -> Plan:
-    """Find out what every group must store, write the programs, and order what is to be done."""
-    return _Partition(graph).plan()
+def partition(graph: Graph, outputs: int | None = None) -> Plan:
+    """Find out what every group must store, write the programs, and order what is to be done.
+
+    outputs: how many of the graph's outputs are results; those that follow are gradients, and what only they need comes last.
+    """
+    return _Partition(graph).plan(outputs)
 
 
 class _Partition:
@@ -129,15 +133,21 @@ class _Partition:
 
     # ---- what must exist
 
-    def plan(self) -> Plan:
+    def plan(self, outputs: int | None) -> Plan:
         output = next(each for each in self.graph.nodes.nodes if each.op == "output")
         wanted: list[fx.Node] = list(output.all_input_nodes)
+        results = (
+            wanted if outputs is None else [each for each in output.args[0][:outputs] if isinstance(each, fx.Node)]
+        )
         self._close(wanted)
         self.launches = {
             group.number: self._launch(group)
             for group, needs in zip(self.places.groups, self.needs, strict=True)
             if needs.stores or needs.sinks
         }
+        for each in results:
+            self._emit(each)
+        forward = len(self.steps)
         for each in wanted:
             self._emit(each)
         read = {
@@ -149,7 +159,10 @@ class _Partition:
         # Whoever is given a tensor may write to it.
         given = {origin(each) for each in wanted}
         parameters = {each for each in self.graph.constant if each.op == "placeholder"}
-        return Plan(_gathered(self.steps, read, parameters, given), self.graph)
+        first, second = (
+            _gathered(half, read, parameters, given) for half in (self.steps[:forward], self.steps[forward:])
+        )
+        return Plan(first + second, self.graph, len(first))
 
     def _close(self, wanted: list[fx.Node]) -> None:
         """Mark what the graph's outputs need, and what that needs, until nothing is new."""

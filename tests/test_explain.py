@@ -16,7 +16,8 @@ from codetta.errors import ArgumentError, CheckError
 from codetta.integrations.dynamo import backend_of
 from codetta.laws import laws
 from codetta.partition import Launch, Mask
-from codetta.runtime import executor
+from codetta.runtime import launch as launching
+from codetta.runtime import writer
 from codetta.runtime.attention import CAUSAL, FULL, SizedMask, name_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,13 +81,13 @@ def test_verify(block: Block) -> None:
 
 
 def test_verify_finds_a_wrong_answer(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = executor.launch
+    launch = writer.launch
 
     def wrong(*args: object) -> list[object]:
         first, *rest = launch(*args)  # type: ignore[arg-type]
         return [first * 1.01 if isinstance(first, Tensor) else first, *rest]
 
-    monkeypatch.setattr(executor, "launch", wrong)
+    monkeypatch.setattr(writer, "launch", wrong)
     assert not all(verdict.within_budget for verdict in codetta.verify(block, torch.randn(2, 5, 32)))
 
 
@@ -96,7 +97,7 @@ def test_check_names_the_first_program_that_disagrees(block: Block, monkeypatch:
     x = torch.randn(2, 5, 32)
     with torch.no_grad():
         compiled(x)  # all is well
-        monkeypatch.setattr(executor.dispatch, "run", _spoiled(executor.dispatch.run))
+        monkeypatch.setattr(launching.dispatch, "run", _spoiled(launching.dispatch.run))
         with pytest.raises(CheckError, match="program_0: output"):
             compiled(x)
 

@@ -1,0 +1,297 @@
+"""Writer: the steps of a plan as lines of Python, each tensor a local variable that is dropped after its last use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from codetta.capture.attention import MASK
+from codetta.capture.kinds import is_attention, packet_of
+from codetta.ir import view as views
+from codetta.ir.graph import Node
+from codetta.partition import Fixed, Launch, Mask, Plan, Present, Region, Run, Source, Step, origin
+from codetta.runtime.attention import Attention, SizedMask
+from codetta.runtime.constants import Constants
+from codetta.runtime.launch import launch
+from codetta.runtime.sized import Sized
+
+aten = torch.ops.aten
+# Who compiles a region that no program covers; None: it is not worth it.
+CompileRegion = Callable[[fx.GraphModule], Callable[..., Any] | None]
+
+
+VARIABLE = re.compile(r"\b(?:v_\w+|p\d+_\w+|m\d+)\b")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a function; `again`: having its result another time costs nothing."""
+
+    text: str
+    made: str = ""  # the left side
+    again: bool = False
+
+    @property
+    def makes(self) -> set[str]:
+        return set(VARIABLE.findall(self.made))
+
+    @property
+    def uses(self) -> set[str]:
+        return set(VARIABLE.findall(self.text))
+
+    def __str__(self) -> str:
+        return f"{self.made} = {self.text}" if self.made else self.text
+
+
+def function(name: str, arguments: str, lines: list[Line], result: str, keep: set[str]) -> str:
+    """The text of a function that drops its variables as it goes; `keep`: not these."""
+    body = _with_drops([*map(str, lines), f"return {result}"], keep)
+    return "\n".join([f"def {name}({arguments}):", *(f"    {line}" for line in body)])
+
+
+class Writer:
+    """Writes the steps of a plan, and knows what its variables are."""
+
+    def __init__(self, plan: Plan, constants: Constants, compile_region: CompileRegion | None) -> None:
+        self.plan, self.constants, self.compile_region = plan, constants, compile_region
+        self.graph = plan.graph
+        self.objects: list[Any] = []
+        self.symbols: dict[str, str] = {}  # of sizes: where they come from
+        self.stored: dict[tuple[Node, torch.dtype], str] = {}
+        self.stats: dict[Node, str] = {}
+        self.rows: dict[str, Any] = {}  # of what programs make
+        self.presented = {step.target: step for step in plan.steps if isinstance(step, Present)}
+        self.output = next(each for each in self.graph.nodes.nodes if each.op == "output")
+        self._symbols()
+
+    def beginning(self) -> list[Line]:
+        """What is there before the first step: constants, and what the graph holds itself."""
+        lines = [Line(f"made[{number}]", f"m{number}") for number in range(len(self.constants.recipes))]
+        for each in self.graph.nodes.nodes:
+            if each.op == "get_attr":
+                held = self.object(_attribute(self.graph.nodes.owning_module, str(each.target)))
+                lines.append(Line(held, self.variable(each), again=True))
+        return lines
+
+    def lines(self, steps: Iterable[Step]) -> list[Line]:
+        return [line for step in steps for line in self._step(step)]
+
+    def _step(self, step: Step) -> list[Line]:
+        match step:
+            case Launch():
+                return [self._launch(step)]
+            case Present():
+                return [Line(self._present(step), self.variable(step.target))]
+            case Run():
+                return [Line(self._run(step.target), self.variable(step.target))]
+            case Mask():
+                return [self._mask(step)]
+            case Fixed():
+                return [self._fixed(step)]
+            case Region():
+                return self._region(step)
+
+    @staticmethod
+    def variable(each: fx.Node) -> str:
+        return f"v_{each.name}"
+
+    def object(self, value: Any) -> str:
+        for number, known in enumerate(self.objects):
+            if known is value:
+                return f"c[{number}]"
+        self.objects.append(value)
+        return f"c[{len(self.objects) - 1}]"
+
+    def spell(self, arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return self.variable(arg)
+        if isinstance(arg, tuple | list):
+            inner = ", ".join(self.spell(each) for each in arg)
+            return f"[{inner}]" if isinstance(arg, list) else f"({inner}{',' if len(arg) == 1 else ''})"
+        if isinstance(arg, dict):
+            return "{" + ", ".join(f"{key!r}: {self.spell(each)}" for key, each in arg.items()) + "}"
+        if arg is None or isinstance(arg, bool | int | str):
+            return repr(arg)
+        return self.object(arg)
+
+    def _symbols(self) -> None:
+        """Where the symbols of sizes can be read off the inputs."""
+        for each in self.constants.placeholders:
+            value = each.meta.get("val")
+            if isinstance(value, torch.SymInt):
+                self.symbols.setdefault(str(value.node.expr), self.variable(each))
+            elif isinstance(value, Tensor):
+                for at, size in enumerate(value.shape):
+                    if isinstance(size, torch.SymInt):
+                        self.symbols.setdefault(str(size.node.expr), f"{self.variable(each)}.shape[{at}]")
+
+    def size(self, size: Any) -> str:
+        if isinstance(size, int):
+            return str(size)
+        from torch.utils._sympy.printers import PythonPrinter
+
+        expr = size.node.expr
+        if str(expr) in self.symbols:
+            return self.symbols[str(expr)]
+        text = PythonPrinter().doprint(expr)
+        for symbol in sorted(map(str, expr.free_symbols), key=len, reverse=True):
+            text = text.replace(symbol, self.symbols[symbol])
+        return f"({text})"
+
+    def _run(self, each: fx.Node) -> str:
+        target, packet = each.target, packet_of(each)
+        args = [self.spell(arg) for arg in each.args]
+        if packet in (aten.view, aten._unsafe_view):
+            return f"{args[0]}.reshape({args[1]})"  # what a program stored may lie otherwise in memory
+        if packet is aten.clone and origin(each.args[0]).op == "call_function":  # type: ignore[arg-type]
+            # Nothing is written in place, so a copy is needed only for its layout, or to part from an input.
+            return f"{args[0]}.contiguous()" if "memory_format" in each.kwargs else args[0]
+        if packet is torch.ops.codetta.attention:
+            call = Attention(*each.args[MASK + 1 :])  # type: ignore[arg-type]
+            return f"{self.object(call)}({', '.join(args[: MASK + 1])})"
+        kwargs = [f"{key}={self.spell(arg)}" for key, arg in each.kwargs.items()]
+        return f"{self.object(target)}({', '.join(args + kwargs)})"
+
+    def _mask(self, step: Mask) -> Line:
+        made = SizedMask(self._module(step.makes))
+        sizes = ", ".join(self.variable(each) for each in step.makes.inputs)
+        return Line(f"{self.object(made)}({sizes})", self.variable(step.target), again=True)
+
+    def _fixed(self, step: Fixed) -> Line:
+        made = self.object(Sized(self._module(step.makes)))
+        inputs = ", ".join(self.variable(each) for each in step.makes.inputs)
+        return Line(f"{made}({inputs})", self._results(step.makes), again=True)
+
+    def _region(self, step: Region) -> list[Line]:
+        """One call, if a compiler takes the region; else its operators one by one."""
+        compiled = self.compile_region(self._module(step)) if self.compile_region is not None else None
+        if compiled is None:
+            return [Line(self._run(each), self.variable(each)) for each in step.nodes]
+        arguments = ", ".join(self._expected(each) for each in step.inputs)
+        return [Line(f"{self.object(compiled)}({arguments})", self._results(step))]
+
+    def _results(self, step: Region) -> str:
+        return ", ".join(self.variable(each) for each in step.outputs) + ","
+
+    def _module(self, step: Region) -> fx.GraphModule:
+        """The region as a graph of its own."""
+        graph = fx.Graph()
+        inner: dict[fx.Node, fx.Node] = {}
+        for each in step.inputs:
+            inner[each] = graph.placeholder(each.name)
+            inner[each].meta["val"] = self._as_presented(each)
+        for each in step.nodes:
+            inner[each] = graph.node_copy(each, lambda arg: inner[arg])
+            if each.target in (aten.view.default, aten._unsafe_view.default):
+                inner[each].target = aten.reshape.default  # what a program stored may lie otherwise in memory
+        graph.output(tuple(inner[each] for each in step.outputs))
+        return fx.GraphModule(self.graph.nodes.owning_module or {}, graph)
+
+    def _as_presented(self, each: fx.Node) -> Any:
+        """What a region is compiled for: a program's results lie in memory as rows of a matrix, whatever the graph thought."""
+        value = each.meta["val"]
+        if each not in self.presented:
+            return value
+        dims = self.presented[each].value.dims
+        order = [*views.factors(dims, "row"), *views.factors(dims, "col")]
+        flat = [factor for dim in dims for factor in dim]
+        whole = value.new_empty([factor.size for factor in order])
+        return whole.permute([order.index(factor) for factor in flat]).reshape(value.shape)
+
+    def _expected(self, each: fx.Node) -> str:
+        """A region's argument: kernels of others may lay out their results differently when their inputs lie otherwise."""
+        value = each.meta["val"]
+        if not isinstance(value, Tensor) or not is_attention(origin(each)):
+            return self.variable(each)
+        strides = ", ".join(self.size(stride) for stride in value.stride())
+        return f"{self.object(strided)}({self.variable(each)}, ({strides},))"
+
+    def _present(self, step: Present) -> str:
+        """The stored matrix as the tensor that the graph expects: a view."""
+        dims = step.value.dims
+        text = self.stored[step.value.node, step.dtype]
+        order = [*views.factors(dims, "row"), *views.factors(dims, "col")]
+        flat = [factor for dim in dims for factor in dim]
+        if flat != order or len(order) != 2:
+            text += f".view({', '.join(self.size(factor.size) for factor in order)})" if order else ""
+        if flat != order:
+            text += f".permute({', '.join(str(order.index(factor)) for factor in flat)})"
+        final = [self.size(views.product(factor.size for factor in dim)) for dim in dims]
+        if [len(dim) for dim in dims] != [1] * len(flat):
+            text += f".reshape({', '.join(final) if final else '()'})"
+        return text
+
+    def _source(self, source: Source) -> str:
+        match source.kind:
+            case "leaf":
+                leaf = self.graph.leaves[source.name]
+                return f"{self.object(leaf)}.matrix({self.variable(leaf.source)})"
+            case "stored":
+                assert source.value is not None and source.dtype is not None
+                return self.stored[source.value, source.dtype]
+            case "stat":
+                assert source.value is not None
+                return self.stats[source.value]
+            case "constant":
+                assert source.value is not None
+                return f"m{self.constants.vector(source.value)}"
+        raise AssertionError(source.kind)
+
+    def _weight(self, name: str, gain: Node | None) -> str:
+        """A weight (N, K): the parameter itself, or what was made of it."""
+        weight = self.graph.weights[name]
+        if gain is not None or weight.source.op != "placeholder":
+            return f"m{self.constants.weight(name, gain)}"
+        text = self.variable(weight.source) + (".t()" if weight.transposed else "")
+        sizes = weight.source.meta["val"].shape
+        whole = (weight.start, weight.stop) == (0, sizes[1 if weight.transposed else 0])
+        return text if whole else f"{text}[{weight.start} : {weight.stop}]"
+
+    def _launch(self, step: Launch) -> Line:
+        results = []
+        for name in step.program.outputs:
+            variable = f"p{step.number}_{name}"
+            if name in step.stores:
+                self.stored[step.stores[name]] = variable
+            else:
+                self.stats[step.sinks[name]] = variable
+            self.rows[variable] = step.rows
+            results.append(variable)
+        weights = ", ".join(self._weight(name, gain) for name, gain in step.weights)
+        operands = ", ".join(f"{name!r}: {self._source(source)}" for name, source in step.operands.items())
+        given = f"{self.object(step.program)}, {self._source(step.a)}, [{weights}], {{{operands}}}"
+        return Line(f"{self.object(launch)}({given})", ", ".join(results) + ",")
+
+
+def strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The tensor with these strides; copied only if it has others."""
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _with_drops(lines: list[str], keep: set[str]) -> list[str]:
+    """The lines with each variable deleted behind its last use, so that its memory serves the next."""
+    names = [set(VARIABLE.findall(line)) for line in lines]
+    last: dict[str, int] = {}
+    for number, found in enumerate(names):
+        for name in found:
+            last[name] = number
+    result = []
+    for number, line in enumerate(lines):
+        result.append(line)
+        gone = sorted(name for name in names[number] if last[name] == number and name not in keep)
+        if gone and number < len(lines) - 1:
+            result.append(f"del {', '.join(gone)}")
+    return result
