@@ -13,8 +13,9 @@ Dynamo hands over the graphs, see integrations/dynamo.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from torch import fx
 
@@ -29,8 +30,10 @@ from codetta.partition import Launch, PartitionError, Plan, partition
 from codetta.progress import bar
 from codetta.rewrite.scale import row_scale_commutes
 from codetta.runtime.ahead import Ahead
-from codetta.runtime.executor import Executor
+from codetta.runtime.executor import Executor, Training
 from codetta.runtime.writer import CompileRegion
+
+Written = TypeVar("Written", Executor, Training)
 
 
 def compile_graph(
@@ -38,28 +41,47 @@ def compile_graph(
 ) -> Executor:
     """An aten graph as something to call with its inputs. compile_region: who compiles what no program covers, if anybody."""
     plan = plan_of(module, parameters, options)
+    return built(plan, options, lambda: Executor(plan, compile_region))
+
+
+def compile_joint(
+    module: fx.GraphModule,
+    parameters: Iterable[fx.Node],
+    outputs: int,
+    options: Options,
+    compile_region: CompileRegion | None,
+) -> Training:
+    """The same for a graph whose outputs after the first few are gradients: two functions, one after the other."""
+    plan = plan_of(module, parameters, options, outputs)
+    return built(plan, options, lambda: Training(plan, outputs, compile_region))
+
+
+def built(plan: Plan, options: Options, write: Callable[[], Written]) -> Written:
+    """What is written of a plan, with all its kernels."""
     kernels = Ahead(plan)
     # While kernels are built, who compiles regions does that.
-    executor = Executor(plan, compile_region)
+    written = write()
     with bar("codetta: kernels", len(kernels), options.progress) as advance:
         kernels.wait(advance)
-    show(executor)
-    return executor
+    show(plan, written.source)
+    return written
 
 
-def show(executor: Executor) -> None:
+def show(plan: Plan, source: str) -> None:
     """CODETTA_DEBUG: 2 laws and refusals, 3 the plan as it is executed."""
-    graph = executor.plan.graph
+    graph = plan.graph
     if debug_level() >= 2:
         for each, laws in graph.fired.items():
             print(f"codetta: {each.name}: {', '.join(laws)}")
         for each, reason in graph.refusals.items():
             print(f"codetta: {each.name} stays with the graph: {reason}")
     if debug_level() >= 3:
-        print(executor.source)
+        print(source)
 
 
-def plan_of(module: fx.GraphModule, parameters: Iterable[fx.Node], options: Options) -> Plan:
+def plan_of(
+    module: fx.GraphModule, parameters: Iterable[fx.Node], options: Options, outputs: int | None = None
+) -> Plan:
     """capture, rewrite, partition, until every program is one that a backend can run; the rest stays with the graph."""
     graph, parameters = module.graph, list(parameters)
     without_repeats(graph)
@@ -69,7 +91,7 @@ def plan_of(module: fx.GraphModule, parameters: Iterable[fx.Node], options: Opti
     while True:
         captured = capture(graph, parameters, laws, left)
         try:
-            plan = partition(captured)
+            plan = partition(captured, outputs)
             refused = why_never_all(plan)
         except PartitionError as error:
             refused = {error.group.number: error.reason}

@@ -147,6 +147,12 @@ class _Partition:
         }
         for each in results:
             self._emit(each)
+        # Of several results, each is carried over by itself.
+        for step in list(self.steps):
+            users = step.target.users if isinstance(step, Run) else ()
+            for each in users:
+                if each.target is operator.getitem and each in self.tensors:
+                    self._emit(each)
         forward = len(self.steps)
         for each in wanted:
             self._emit(each)
@@ -343,6 +349,7 @@ class _Partition:
     def _emit(self, each: fx.Node) -> None:
         """Put the steps that make a tensor of the graph behind those that they need."""
         stack: list[tuple[object, bool]] = [(each, False)]
+        begun: set[object] = set()
         while stack:
             item, ready = stack.pop()
             if item in self.done:
@@ -351,6 +358,8 @@ class _Partition:
                 self.done.add(item)
                 self._step(item)
                 continue
+            assert item not in begun, f"{item} is needed for itself"
+            begun.add(item)
             stack.append((item, True))
             stack += [(need, False) for need in self._before(item) if need not in self.done]
 

@@ -64,7 +64,7 @@ class Placement:
     def forget(self, groups: int) -> None:
         """Take back all groups but the first few, and what was placed in the others."""
         del self.groups[groups:]
-        self.places = {value: place for value, place in self.places.items() if place.group < groups}
+        self.places = {value: place for value, place in self.places.items() if max(place.group, place.made) < groups}
 
     def _find(self, value: Node) -> Place:
         if value.op == "product":

@@ -1,6 +1,6 @@
 """The `codetta` backend of torch.compile: Dynamo and AOTAutograd hand over a graph, a plan comes back.
 
-Inference graphs become plans. A graph that needs gradients goes to Inductor as it is.
+Inference graphs become plans; graphs that need gradients become plans of two halves (joint.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from torch._guards import TracingContext
 
 from codetta.capture.attention import stays_whole
 from codetta.capture.kinds import is_view
-from codetta.compiler import compile_graph
+from codetta.compiler import compile_graph, compile_joint
 from codetta.errors import ArgumentError
+from codetta.integrations.joint import called, two_graphs
 from codetta.ir.view import hint
 from codetta.options import Options
-from codetta.runtime.executor import Executor
+from codetta.runtime.executor import Executor, Training
+from codetta.runtime.writer import CompileRegion
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
@@ -126,26 +128,56 @@ class Backend:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.executors: list[Executor] = []
+        self.trainings: list[Training] = []
         self.graphs = 0  # that were handed over
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from torch._dynamo.backends.common import aot_autograd
 
         self.graphs += 1
-        if torch.is_grad_enabled() and _needs_gradients(module, inputs):
-            from torch._inductor.compile_fx import compile_fx
-
-            trained: Any = compile_fx(module, inputs)
-            return trained
-        stays_whole(module)
-        return aot_autograd(fw_compiler=self.compile_graph, inference_compiler=self.compile_graph)(module, inputs)
+        if not (torch.is_grad_enabled() and _needs_gradients(module, inputs)):
+            stays_whole(module)
+        return aot_autograd(
+            fw_compiler=lambda module, inputs: called(module),
+            bw_compiler=_boxed,
+            inference_compiler=self.compile_graph,
+            partition_fn=self.compile_joint,
+        )(module, inputs)
 
     def compile_graph(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """An aten graph as an executor."""
-        takes = {"auto": _where_it_pays, "inductor": by_inductor, "graph": None}[self.options.leftover]
-        executor = compile_graph(module, _parameters(module.graph), self.options, takes)
+        executor = compile_graph(module, _parameters(module.graph), self.options, self._takes())
         self.executors.append(executor)
         return executor
+
+    def compile_joint(
+        self,
+        module: fx.GraphModule,
+        inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **_: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """A graph of results and gradients, as two that do nothing but call the halves of a plan."""
+        parameters = _at(module.graph, static_lifetime_input_indices or [])
+        training = compile_joint(module, parameters, num_fwd_outputs, self.options, self._takes())
+        self.trainings.append(training)
+        return two_graphs(training)
+
+    def _takes(self) -> CompileRegion | None:
+        return {"auto": _where_it_pays, "inductor": by_inductor, "graph": None}[self.options.leftover]
+
+
+def _boxed(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """A backward function takes its arguments in a list and empties it."""
+    function = called(module)
+
+    def run(args: list[Any]) -> Any:
+        return function(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -205,8 +237,11 @@ def by_inductor(region: fx.GraphModule) -> Callable[..., Any]:
 
 def _parameters(graph: fx.Graph) -> list[fx.Node]:
     """Placeholders that are parameters or buffers: the same tensors at every call."""
-    placeholders = [each for each in graph.nodes if each.op == "placeholder"]
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
-    static = metadata.static_input_indices if metadata is not None else []
+    return _at(graph, metadata.static_input_indices if metadata is not None else [])
+
+
+def _at(graph: fx.Graph, static: list[int]) -> list[fx.Node]:
+    placeholders = graph.find_nodes(op="placeholder")
     return [placeholders[at] for at in static if isinstance(placeholders[at].meta.get("val"), torch.Tensor)]

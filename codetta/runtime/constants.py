@@ -18,9 +18,8 @@ from codetta.runtime.sized import state_of
 class Constants:
     """What parameters alone decide, by name; made anew when a parameter has changed."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.placeholders = [each for each in graph.nodes.nodes if each.op == "placeholder"]
+    def __init__(self, graph: Graph, placeholders: list[fx.Node]) -> None:
+        self.graph, self.placeholders = graph, placeholders
         self.index = {each: number for number, each in enumerate(self.placeholders)}
         self.recipes: list[Callable[[_Parameters], Tensor]] = []
         self.keys: list[object] = []

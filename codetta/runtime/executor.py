@@ -23,10 +23,11 @@ class Executor:
 
     def __init__(self, plan: Plan, compile_region: CompileRegion | None = None) -> None:
         self.plan = plan
-        self.constants = Constants(plan.graph)
+        placeholders = plan.graph.nodes.find_nodes(op="placeholder")
+        self.constants = Constants(plan.graph, placeholders)
         writer = Writer(plan, self.constants, compile_region)
         lines = writer.lines(plan.steps)
-        inputs = [writer.variable(each) for each in self.constants.placeholders]
+        inputs = [writer.variable(each) for each in placeholders]
         arguments = ", ".join(["made", *inputs])
         result = writer.spell(writer.output.args[0])
         self.source = function("plan", arguments, writer.beginning() + lines, result, keep=set(inputs))
@@ -41,10 +42,10 @@ class Training:
 
     def __init__(self, plan: Plan, outputs: int, compile_region: CompileRegion | None = None) -> None:
         self.plan = plan
-        self.constants = Constants(plan.graph)
-        placeholders = self.constants.placeholders
+        placeholders = plan.graph.nodes.find_nodes(op="placeholder")
         self.primals = [each for each in placeholders if not is_tangent(each)]
         self.tangents = [each for each in placeholders if is_tangent(each)]
+        self.constants = Constants(plan.graph, self.primals)
         writer = self.writer = Writer(plan, self.constants, compile_region)
         first = writer.lines(plan.steps[: plan.forward])
         second = writer.lines(plan.steps[plan.forward :])

@@ -64,7 +64,6 @@ class Writer:
         self.symbols: dict[str, str] = {}  # of sizes: where they come from
         self.stored: dict[tuple[Node, torch.dtype], str] = {}
         self.stats: dict[Node, str] = {}
-        self.rows: dict[str, Any] = {}  # of what programs make
         self.presented = {step.target: step for step in plan.steps if isinstance(step, Present)}
         self.output = next(each for each in self.graph.nodes.nodes if each.op == "output")
         self._symbols()
@@ -121,7 +120,7 @@ class Writer:
 
     def _symbols(self) -> None:
         """Where the symbols of sizes can be read off the inputs."""
-        for each in self.constants.placeholders:
+        for each in self.graph.nodes.find_nodes(op="placeholder"):
             value = each.meta.get("val")
             if isinstance(value, torch.SymInt):
                 self.symbols.setdefault(str(value.node.expr), self.variable(each))
@@ -260,7 +259,6 @@ class Writer:
                 self.stored[step.stores[name]] = variable
             else:
                 self.stats[step.sinks[name]] = variable
-            self.rows[variable] = step.rows
             results.append(variable)
         weights = ", ".join(self._weight(name, gain) for name, gain in step.weights)
         operands = ", ".join(f"{name!r}: {self._source(source)}" for name, source in step.operands.items())

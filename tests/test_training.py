@@ -1,0 +1,200 @@
+"""Gradients of compiled models: every parameter of the zoo against eager by the budget of `oracle.py`, and the life of a real run."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import ZOO, outputs
+
+import codetta
+from codetta.integrations.dynamo import backend_of
+from codetta.runtime.executor import Training
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def loss(result: Any) -> Tensor:
+    """A number that depends on every output, by weights that are always the same."""
+    generator = torch.Generator().manual_seed(5)
+    found = [each.double() for each in outputs(result) if each.is_floating_point()]
+    return torch.stack([(x * torch.randn(x.shape, dtype=x.dtype, generator=generator)).sum() for x in found]).sum()
+
+
+def gradients(model: nn.Module, call: Any, args: Any, named: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss(call(*args, **named)).backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def check(model: nn.Module, exact: nn.Module, args: Any, named: Any, dtype: torch.dtype) -> None:
+    """Every gradient of the compiled model against the same model's own, both against float64."""
+    wide = lambda x: x.double() if x.is_floating_point() else x  # noqa: E731
+    truth = gradients(exact, exact.forward, [wide(x) for x in args], {name: wide(x) for name, x in named.items()})
+    eager, ours = gradients(model, model.forward, args, named), gradients(model, model, args, named)
+    assert set(ours) == set(eager) == set(truth) and truth
+    bad = {}
+    for name, exactly in truth.items():
+        scale = exactly.norm().clamp_min(1e-30)
+        mine, theirs = (((each[name].double() - exactly).norm() / scale).item() for each in (ours, eager))
+        if not mine <= 2 * theirs + oracle.EPS[dtype]:
+            bad[name] = (mine, theirs)
+    assert not bad, bad
+
+
+def trainings(model: nn.Module) -> list[Training]:
+    backend = backend_of(model)
+    assert backend is not None
+    return backend.trainings
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ZOO)
+def test_zoo(name: str, dtype: str) -> None:
+    """For two ragged shapes out of one compilation."""
+    entry = ZOO[name]
+    model, exact = entry.model(DTYPES[dtype]), entry.model(torch.float64)
+    exact.load_state_dict(model.state_dict())
+    codetta.compile(model, dynamic=True, options=codetta.Options(leftover="graph"))
+    for batch, length in ((2, 12), (3, 7)):
+        args, named = entry.example(batch, length, dtype=DTYPES[dtype])
+        check(model, exact, args, named, DTYPES[dtype])
+    assert len(trainings(model)) == 1, "another shape was compiled anew"
+
+
+class Small(nn.Module):
+    """A norm, a product, a gate and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(torch.nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+@pytest.fixture
+def small() -> tuple[Small, Small, Tensor]:
+    """The same module compiled and plain."""
+    torch.manual_seed(0)
+    plain = Small()
+    return codetta.compile(copy.deepcopy(plain)), plain, torch.randn(3, 5, 32)
+
+
+def same(mine: nn.Module, theirs: nn.Module, tolerance: float = 1e-5) -> None:
+    for x, y in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert (x.grad is None) == (y.grad is None)
+        if x.grad is not None and y.grad is not None:
+            torch.testing.assert_close(x.grad, y.grad, atol=tolerance, rtol=tolerance)
+
+
+def test_inputs_have_gradients(small: tuple[Small, Small, Tensor]) -> None:
+    ours, plain, x = small
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    ours(mine).square().sum().backward()
+    plain(theirs).square().sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-5, rtol=1e-5)
+    same(ours, plain)
+
+
+def test_gradients_add_up(small: tuple[Small, Small, Tensor]) -> None:
+    """Over several calls, over a graph that is walked twice, and the same bits for the same numbers."""
+    ours, plain, x = small
+    for model in (ours, plain):
+        for scale in (1.0, -0.5):
+            model(x * scale).square().sum().backward()
+        result = model(x).square().sum()
+        result.backward(retain_graph=True)
+        result.backward()
+    same(ours, plain)
+    again = copy.deepcopy(plain)
+    codetta.compile(again)
+    again.zero_grad()
+    ours.zero_grad()
+    for model in (ours, again):
+        model(x).square().sum().backward()
+    for a, b in zip(ours.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+def test_steps_change_weights(small: tuple[Small, Small, Tensor]) -> None:
+    """An optimiser writes in place; between its steps the model is also used without gradients."""
+    ours, plain, x = small
+    results = []
+    for model in (ours, plain):
+        optimiser = torch.optim.AdamW(model.parameters(), lr=0.05)
+        seen = []
+        for _ in range(5):
+            optimiser.zero_grad()
+            value = (model(x) - 1).square().mean()
+            value.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimiser.step()
+            with torch.no_grad():
+                seen.append(model(x).sum())
+            seen.append(value.detach())
+        results.append(torch.stack(seen))
+    torch.testing.assert_close(results[0], results[1], atol=2e-4, rtol=2e-4)
+
+
+def test_frozen_weights(small: tuple[Small, Small, Tensor]) -> None:
+    ours, plain, x = small
+    for model in (ours, plain):
+        model.gate.requires_grad_(False)
+        model.norm.bias.requires_grad_(False)
+        model(x).square().sum().backward()
+    same(ours, plain)
+
+
+def test_second_derivatives_are_refused(small: tuple[Small, Small, Tensor]) -> None:
+    ours, _, x = small
+    x.requires_grad_()
+    (first,) = torch.autograd.grad(ours(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        first.sum().backward()
+
+
+def test_weight_changed_before_backward(small: tuple[Small, Small, Tensor]) -> None:
+    """As in eager: what the gradient needs is not what it was."""
+    ours, _, x = small
+    result = ours(x).square().sum()
+    with torch.no_grad():
+        ours.down.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+def test_autocast(small: tuple[Small, Small, Tensor]) -> None:
+    ours, plain, x = small
+    for model in (ours, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            result = model(x)
+        result.float().square().sum().backward()
+    same(ours, plain, 0.05)
+
+
+def test_hooks_see_gradients(small: tuple[Small, Small, Tensor]) -> None:
+    ours, _, x = small
+    seen: list[Tensor] = []
+    ours.up.weight.register_hook(seen.append)
+    ours(x).sum().backward()
+    assert len(seen) == 1 and torch.equal(seen[0], ours.up.weight.grad)  # type: ignore[arg-type]
+
+
+def test_checkpointing(small: tuple[Small, Small, Tensor]) -> None:
+    """What is carried over is given up and made again."""
+    ours, plain, x = small
+    torch.utils.checkpoint.checkpoint(ours, x, use_reentrant=False).square().sum().backward()
+    plain(x).square().sum().backward()
+    same(ours, plain)
