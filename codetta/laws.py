@@ -11,6 +11,7 @@ from codetta.capture.columns import cut_commutes, expand
 from codetta.capture.reader import late_is_staged
 from codetta.placement import Placement
 from codetta.rewrite.columns import join_rises, part_sinks_to_leaves
+from codetta.rewrite.gradient import inner_product_moves
 from codetta.rewrite.onesided import one_plus_is_one_sided
 from codetta.rewrite.scale import row_scale_commutes
 from codetta.rewrite.statistic import variance_is_a_moment
@@ -40,6 +41,7 @@ def laws() -> list[Law]:
         _law("statistic_splits", Stat),
         _law("variance_is_a_moment", variance_is_a_moment),
         _law("late_is_staged", late_is_staged),
+        _law("inner_product_moves", inner_product_moves),
         _law("one_plus_is_one_sided", one_plus_is_one_sided),
         _law("join_rises", join_rises),
         _law("repeat_joins", expand),

@@ -15,11 +15,12 @@ import torch
 from torch import fx
 
 from codetta.capture import Graph, Value
+from codetta.capture.at import is_whole
 from codetta.capture.attention import made_of_sizes, mask_has_a_name
 from codetta.capture.kinds import is_attention, is_random, is_size, is_view
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
-from codetta.ir.op import is_sink
+from codetta.ir.op import OPS, is_sink
 from codetta.placement import Group
 from codetta.program import Operand, Piece, Product, Program, Store, acc_node, assemble, load_node
 
@@ -59,6 +60,15 @@ class Present:
 
 
 @dataclass(eq=False)
+class Finish:
+    """A sum over all rows as the tensor that the graph expects."""
+
+    target: fx.Node
+    sink: Node
+    dtype: torch.dtype
+
+
+@dataclass(eq=False)
 class Run:
     """An operator that stays with the graph."""
 
@@ -89,7 +99,7 @@ class Fixed:
     makes: Region
 
 
-Step = Launch | Present | Run | Region | Mask | Fixed
+Step = Launch | Present | Finish | Run | Region | Mask | Fixed
 
 
 @dataclass(eq=False)
@@ -154,7 +164,9 @@ class _Partition:
                 if each.target is operator.getitem and each in self.tensors:
                     self._emit(each)
         forward = len(self.steps)
-        for each in wanted:
+        # In the order of the graph, so that what a layer's gradients need can go before the next layer's are made.
+        position = {each: number for number, each in enumerate(self.graph.nodes.nodes)}
+        for each in sorted(wanted, key=position.__getitem__):
             self._emit(each)
         read = {
             self.graph.leaves[source.name].source
@@ -193,7 +205,11 @@ class _Partition:
         if each in self.tensors or each.op in ("placeholder", "get_attr", "output"):
             return
         value = self.values.get(each)
-        if value is not None and self._storable(value.node) and not is_tensor_of_graph(value.node):
+        if value is not None and value.node.op == "col_sum":
+            self.tensors[each] = "finished"
+            self._need_stat(value.node)
+            return
+        if value is not None and self._storable(value, each):
             self.tensors[each] = "stored"
             self._need_stored(value.node, each.meta["val"].dtype)
             return
@@ -201,7 +217,11 @@ class _Partition:
         mask = mask_has_a_name(each)
         self.pending += [arg for arg in each.all_input_nodes if arg is not mask]
 
-    def _storable(self, value: Node) -> bool:
+    def _storable(self, value: Value, each: fx.Node) -> bool:
+        return self._exists(value.node) and not is_tensor_of_graph(value.node) and is_whole(value, each)
+
+    def _exists(self, value: Node) -> bool:
+        """Whether its program can store it."""
         place = self.places[value]
         return (
             place.group >= 0 and not place.late and not is_sink(value.op) and value.space == Space(1, value.space.cols)
@@ -264,7 +284,7 @@ class _Partition:
                 return operand(Source("stat", value=value), Operand("", torch.float32, "each", stat=value.op[4:]), 0)
             if is_tensor_of_graph(value):
                 return leaf(value.args[0])
-            if 0 <= place.group < group.number and not place.late:
+            if 0 <= place.group < group.number and not place.late and not self._is_of_one(value):
                 dtype = self.graph.dtypes.get(value, group.dtype)
                 self._need_stored(value, dtype)
                 source = Source("stored", value=value, dtype=dtype)
@@ -282,6 +302,24 @@ class _Partition:
         for sink in self.needs[group.number].sinks:
             written[id(sink)] = node(sink.op, write(sink.args[0]))
         return self._left(group, operands, sources), sources, operands, written
+
+    def _is_of_one(self, value: Node) -> bool:
+        """Whether it is a function of one matrix of its group, element by element: whoever reads it has it from that, which others
+        want as well as a rule (an activation and its slope). Not where it exists already."""
+        group = self.places[value].group
+        if any(value is stored for stored, _ in self.needs[group].stores):
+            return False
+        frontier = {value}
+        for each in reversed(topological([value])):
+            if each not in frontier:
+                continue
+            if OPS[each.op].shape != "elementwise" or self.places[each].group != group:
+                return False
+            frontier.remove(each)
+            frontier |= {arg for arg in each.args if arg.space.cols and arg.space.rows}
+            if len(frontier) == 1:
+                return all(self.places[found].group == group for found in frontier)
+        return False
 
     def _products(self, group: Group) -> list[Node]:
         """The group's products that somebody reads; others were cut, or only their parts are wanted."""
@@ -303,7 +341,7 @@ class _Partition:
             leaf = self.graph.leaves[base.attr("name")]
             self.pending.append(leaf.source)
             return Source("leaf", leaf.operand.name)
-        if self._storable(base):
+        if self._exists(base):
             self._need_stored(base, group.dtype)
             return Source("stored", value=base, dtype=group.dtype)
         raise AssertionError(f"{base} is the left operand of a product and exists nowhere")
@@ -370,7 +408,7 @@ class _Partition:
         if isinstance(item, Mask):
             return list(item.makes.inputs)
         assert isinstance(item, fx.Node)
-        if self.tensors.get(item) == "stored":
+        if self.tensors.get(item) in ("stored", "finished"):
             return [self.places[self.values[item].node].group]
         mask = mask_has_a_name(item)
         if mask is None:
@@ -406,6 +444,8 @@ class _Partition:
         if self.tensors.get(item) == "stored":
             value = self.values[item]
             self.steps.append(Present(item, value, item.meta["val"].dtype))
+        elif self.tensors.get(item) == "finished":
+            self.steps.append(Finish(item, self.values[item].node, item.meta["val"].dtype))
         else:
             self.steps.append(Run(item))
 
@@ -423,7 +463,7 @@ def _gathered(steps: list[Step], read: set[fx.Node], parameters: set[fx.Node], g
     result: list[Step] = []
     run: list[fx.Node] = []
     for step in [*steps, None]:
-        if isinstance(step, Present):
+        if isinstance(step, Present | Finish):
             result.append(step)  # needs nothing but a launch, and those stand before it already
             continue
         if isinstance(step, Run) and not is_attention(step.target) and not _is_item_of_attention(step.target):

@@ -51,19 +51,29 @@ class At:
     def option(self, name: str, index: int, default: Any) -> Any:
         return self.fx.kwargs.get(name, self.arg(index, default))
 
-    def operand(self, index: int = 0) -> Value:
+    def operand(self, index: int = 0, repeated: bool = False) -> Value:
+        """The value of an argument; repeated: it may be one that the graph repeats over columns, and that has none itself."""
         arg = self.arg(index)
         value = self.graph.values.get(arg) if isinstance(arg, fx.Node) else None
         if value is None:
             raise RefusedError("its first argument is not made by a product")
+        if not repeated and not is_whole(value, arg):
+            raise RefusedError("its first argument repeats over columns")
         return value
 
-    def meet(self, args: Sequence[Any]) -> tuple[list[dsl.Value], Dims]:
-        """Arguments of an elementwise operator, broadcast as PyTorch does, and the dimensions of the result."""
-        wanted = shape(self.fx)
+    def meet(self, args: Sequence[Any], at: Any = None) -> tuple[list[dsl.Value], Dims]:
+        """Arguments of an elementwise operator, broadcast as PyTorch does, and the dimensions of the result.
+
+        at: an argument that has the result's dimensions, where the operator has several results.
+        """
+        wanted = shape(self.fx if at is None else at)
         known = [self.graph.values[arg] for arg in args if isinstance(arg, fx.Node) and arg in self.graph.values]
         whole = [each for each in known if _same_shape(views.shape_of(each.dims), wanted)]
         if not whole:
+            # One number for each row, repeated by the graph: it stays one number until it meets the columns.
+            alone = [arg for arg in args if isinstance(arg, fx.Node)]
+            if len(alone) == 1 and known and known[0].node.space.cols == 0:
+                return [self._aligned(arg, known[0].dims) for arg in args], known[0].dims
             raise RefusedError("a value is broadcast over dimensions that no product made")
         # The finest factors of all: the others are cut to fit.
         main = max(whole, key=lambda each: sum(len(dim) for dim in each.dims)).dims
@@ -207,6 +217,11 @@ def repeats(source: fx.Node, width: int) -> bool:
     if packet in (aten.unsqueeze, aten.expand, aten.view) and shape(args[0])[-1] == size:
         return repeats(args[0], width)
     return False
+
+
+def is_whole(value: Value, at: fx.Node) -> bool:
+    """Whether the value has the dimensions of the tensor: one without columns may stand for as many as the graph repeats it over."""
+    return _same_shape(views.shape_of(value.dims), shape(at))
 
 
 def _same_shape(x: Sequence[Any], y: Sequence[Any]) -> bool:

@@ -47,7 +47,7 @@ def unsqueeze(op: At) -> Value:
 
 
 def same(op: At) -> Value:
-    return op.operand()
+    return op.operand(repeated=True)
 
 
 def to_copy(op: At) -> Value:
@@ -56,7 +56,11 @@ def to_copy(op: At) -> Value:
         raise RefusedError(f"casts from {arg.meta['val'].dtype}")
     if arg.meta["val"].device != op.fx.meta["val"].device:
         raise RefusedError("moves to another device")
-    return op.operand()
+    value = op.operand(repeated=True)
+    dtype = op.fx.meta["val"].dtype
+    if len(arg.users) == 1 and dtype.itemsize < arg.meta["val"].dtype.itemsize:
+        op.graph.dtypes[value.node] = dtype  # nobody has the wider one
+    return value
 
 
 def expand(op: At) -> Value:
@@ -70,8 +74,8 @@ def expand(op: At) -> Value:
     if len(have) != len(wanted):
         raise RefusedError("adds dimensions")
     grown = [at for at, (old, new) in enumerate(zip(have, wanted, strict=True)) if not views.same(old, new)]
-    if not grown:
-        return value
+    if not grown or (value.node.space.cols == 0 and grown == [len(have) - 1]):
+        return value  # one number for each row stays one
     if len(grown) > 1 or not isinstance(wanted[grown[0]], int):
         raise RefusedError("repeats rows")
     at, times = grown[0], wanted[grown[0]]

@@ -13,6 +13,7 @@ from codetta.ir.graph import Node
 from codetta.ir.view import Dims
 from codetta.placement import Placement
 from codetta.program import Operand
+from codetta.rewrite.gradient import Use
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Law = Callable[[Node, Callable[[Node], bool]], Node | None]  # of a product, and which values are late
@@ -78,6 +79,7 @@ class Graph:
     origin: dict[Node, fx.Node] = field(default_factory=dict)  # of products
     dtypes: dict[Node, torch.dtype] = field(default_factory=dict)  # in which the graph holds a value
     refusals: dict[fx.Node, Reason] = field(default_factory=dict)
+    uses: dict[fx.Node, Use] = field(default_factory=dict)  # products, as they were written
 
 
 class RefusedError(Exception):

@@ -37,6 +37,11 @@ def is_size(each: fx.Node) -> bool:
     return each.op == "placeholder" and isinstance(each.meta.get("val"), torch.SymInt | int)
 
 
+def is_tangent(each: fx.Node) -> bool:
+    """A gradient that comes with the call, when all results have been handed out."""
+    return each.op == "placeholder" and each.name.startswith("tangents")
+
+
 def is_random(each: fx.Node) -> bool:
     """Whether it gives other numbers at every call."""
     target = each.target

@@ -15,6 +15,7 @@ from codetta.ir import view as views
 from codetta.ir.graph import Node, Space, node, topological
 from codetta.ir.view import Dims
 from codetta.program import Operand
+from codetta.rewrite.gradient import Use
 
 aten = torch.ops.aten
 
@@ -40,9 +41,25 @@ def product(op: At) -> Value | None:
     dims: Dims = (value.dims[0], (views.Factor("col", (0,), cols),))
     op.graph.dtypes.setdefault(made, op.fx.meta["val"].dtype)
     made = lawful(op, made)
-    if bias is None:
-        return Value(made, dims)
-    return Value((dsl.Value(made) + dsl.Value(op.leaf(bias, dims))).node, dims)
+    shift = dsl.Value(op.leaf(bias, dims)) if bias is not None else None
+    result = dsl.Value(made) if shift is None else dsl.Value(made) + shift
+    # What exists is the sum, if there is one.
+    alone = result if shift is None else result - shift
+    op.graph.uses[op.fx] = Use(value.node, alone.node, name)
+    return Value(result.node, dims)
+
+
+def uses_of(op: At, product: Node) -> list[Use]:
+    """Products with the same matrix the other way round, if both take all of it."""
+    mine = op.graph.weights[product.attr("weight")]
+    if (mine.start, mine.stop) != (0, shape(mine.source)[1 if mine.transposed else 0]):
+        return []
+    found = []
+    for use in op.graph.uses.values():
+        theirs = op.graph.weights[use.weight]
+        if theirs.source is mine.source and theirs.transposed != mine.transposed:
+            found.append(use)
+    return found
 
 
 def lawful(op: At, product: Node) -> Node:
@@ -56,10 +73,11 @@ def lawful(op: At, product: Node) -> Node:
     inner = next(each for each in topological([changed])[::-1] if each.op == "product")
     base = inner.args[0]
     if op.graph.placement.is_late(base):
-        # The law may have multiplied a gain onto what the graph has.
+        # The law may have multiplied a gain onto what the graph has, or have left over what the graph has not.
         known = {value.node for value in op.graph.values.values()}
         while base not in known:
-            base = next(arg for arg in base.args if op.graph.placement.is_late(arg))
+            matrices = [arg for arg in base.args if arg.space.rows and arg.space.cols]
+            base = matrices[0] if base.op == "mul" and len(matrices) == 1 else product.args[0]
         raise CutError(base, "a product reads it, and it is known only behind the program that makes it")
     op.graph.dtypes.setdefault(inner, op.graph.dtypes[product])
     op.graph.origin.setdefault(inner, op.fx)

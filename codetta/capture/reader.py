@@ -15,7 +15,7 @@ from torch import fx
 
 from codetta.capture.at import At, is_tensor, operator_name
 from codetta.capture.graph import FLOATS, CutError, Graph, Law, RefusedError, Value
-from codetta.capture.kinds import is_random, packet_of
+from codetta.capture.kinds import is_random, is_tangent, packet_of
 from codetta.capture.products import tokens
 from codetta.capture.table import value_of
 from codetta.errors import Reason, TraceError
@@ -59,7 +59,11 @@ class _Reader:
         self.groups_before: dict[fx.Node, int] = {}
 
     def _made_by(self, leaf: str) -> int:
-        return self.latest.get(self.found.leaves[leaf].source, NOWHERE)
+        return self._after(self.found.leaves[leaf].source)
+
+    def _after(self, each: fx.Node) -> int:
+        """The last group that a tensor depends on. Gradients come behind everything that there is when they are first read."""
+        return len(self.found.placement.groups) - 1 if is_tangent(each) else self.latest.get(each, NOWHERE)
 
     def read(self) -> Graph:
         nodes = list(self.found.nodes.nodes)
@@ -76,9 +80,10 @@ class _Reader:
             if value is None and (other := self._begins(each) or self._waits_for(each)) is not None:
                 at = nodes.index(self._go_back(other))
                 continue
-            latest = [self.latest.get(arg, NOWHERE) for arg in each.all_input_nodes]
+            latest = [self._after(arg) for arg in each.all_input_nodes]
             if value is not None:
-                if each in self.staged or each in self.begun:
+                # What others have been given a program of their own for is not late any more.
+                if each in self.begun or (each in self.staged and self.found.placement.is_late(value.node)):
                     value = late_is_staged(self.found, each, value)
                 self.found.values[each] = value
                 self.found.dtypes.setdefault(value.node, each.meta["val"].dtype)
@@ -112,6 +117,7 @@ class _Reader:
             forgotten |= each is at
             if forgotten:
                 found.values.pop(each, None)
+                found.uses.pop(each, None)
                 found.refusals.pop(each, None)
         return at
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import torch
@@ -9,10 +11,13 @@ import torch
 from codetta import dsl
 from codetta.capture.at import At
 from codetta.capture.graph import CutError, RefusedError, Value
+from codetta.capture.products import uses_of
 from codetta.ir import view as views
-from codetta.ir.graph import Node, Space, node
+from codetta.ir.graph import Node, Space, const, node
 from codetta.ir.op import OPS
 from codetta.ir.view import Dims
+from codetta.rewrite.gradient import inner_product_moves
+from codetta.rewrite.scale import ONE
 from codetta.rewrite.statistic import variance_is_a_moment
 
 aten = torch.ops.aten
@@ -30,28 +35,68 @@ def reduce(op: At) -> Value:
 def reduced(op: At, value: Value, over: list[int], keep: bool, packet: Any) -> Value:
     columns = views.factors(value.dims, "col")
     mine = [factor for at in over for factor in value.dims[at]]
+    if mine and mine == views.factors(value.dims, "row") and packet is aten.sum:
+        kept = [() if at in over else dim for at, dim in enumerate(value.dims) if keep or at not in over]
+        return Value(column_sum(op, value).node, tuple(kept))
     if not mine or any(factor.kind == "row" for factor in mine):
         raise RefusedError("reduces rows")
     if columns[-len(mine) :] != mine:
         raise RefusedError("reduces columns that are not the last ones")
     width = views.product(factor.size for factor in mine)
+    factor = 1.0 / width if packet is aten.mean else 1.0
     whole = len(mine) == len(columns)
     moment = variance_is_a_moment(value.node) if whole and packet is not aten.amax else None
     if moment is not None:
         op.fired("variance_is_a_moment")
-        total = moment
+        result = _number(moment, factor)
+    elif whole and packet is not aten.amax:
+        result = row_total(op, value.node, factor)
     else:
         x = dsl.Value(early(op, value.node))
         if whole:
-            total = (dsl.row_max(x) if packet is aten.amax else dsl.row_sum(x)).node
+            total = dsl.row_max(x)
         else:
-            total = (dsl.group_max(x, width) if packet is aten.amax else dsl.group_sum(x, width)).node
-    # By a factor, even of one: a reduction of a whole row is not yet a number that others may compute with.
-    result = node("mul", total, dsl.lift(1.0 / width if packet is aten.mean else 1.0).node)
+            total = dsl.group_max(x, width) if packet is aten.amax else dsl.group_sum(x, width)
+        result = _number(total.node, factor)
     dims = tuple(() if at in over else dim for at, dim in enumerate(value.dims))
     if not keep:
         dims = tuple(dim for at, dim in enumerate(dims) if at not in over)
     return Value(result, dims)
+
+
+def row_total(op: At, value: Node, factor: float = 1.0) -> Node:
+    """The sum of a row, by a factor: where the law allows, from what is known before its product."""
+    moved = inner_product_moves(value, lambda product: uses_of(op, product)) if op.laws else None
+    places = op.graph.placement
+    if moved is not None and not any(places.is_late(node("mul", x, y)) for x, y in moved.pairs):
+        by_group: dict[tuple[int, int], list[dsl.Value]] = {}
+        for x, y in moved.pairs:
+            each = dsl.Value(x) * dsl.Value(y)
+            by_group.setdefault((places[each.node].group, x.space.cols), []).append(each)
+        if all(group >= 0 for group, _ in by_group):
+            op.fired("inner_product_moves")
+            sums = [
+                _number(dsl.row_sum(functools.reduce(operator.add, parts)).node, factor) for parts in by_group.values()
+            ]
+            total = functools.reduce(operator.add, map(dsl.Value, sums))
+            return total.node if moved.scale is ONE else (total * dsl.Value(moved.scale)).node
+    return _number(dsl.row_sum(dsl.Value(early(op, value))).node, factor)
+
+
+def _number(total: Node, factor: float = 1.0) -> Node:
+    """By a factor, even of one: a reduction of a whole row is not yet a number that others may compute with."""
+    return node("mul", total, const(factor))
+
+
+def column_sum(op: At, value: Value) -> Value:
+    """Over all rows: the gradient of what is added to, or multiplied with, every row."""
+    if not value.node.space.cols or value.node.space.rows != 1:
+        raise RefusedError("reduces rows of what has no columns")
+    order = views.factors(value.dims, "col")
+    if [factor for dim in value.dims for factor in dim if factor.kind == "col"] != order:
+        raise RefusedError("reduces rows, and its columns are not in order")
+    total = dsl.col_sum(dsl.Value(early(op, value.node))).node
+    return Value(total, tuple(dim for dim in value.dims if dim and dim[0].kind == "col"))
 
 
 def early(op: At, value: Node) -> Node:

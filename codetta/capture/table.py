@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from codetta import dsl
-from codetta.capture import columns, reductions
+from codetta.capture import columns, gradients, reductions
 from codetta.capture.at import At, is_tensor
 from codetta.capture.graph import FLOATS, RefusedError, Value
 from codetta.capture.products import product
@@ -53,6 +53,10 @@ def item(op: At) -> Value | None:
         return reductions.var_mean(inner, index)
     if packet is aten._fused_rms_norm and index == 0:
         return reductions.rms_norm(inner)
+    if packet is aten.native_layer_norm_backward:
+        return gradients.layer_norm(inner, index)
+    if packet is aten._fused_rms_norm_backward:
+        return gradients.rms_norm(inner, index)
     raise RefusedError("has no meaning on tiles")
 
 
@@ -114,6 +118,8 @@ _HANDLERS: dict[Any, Callable[[At], Value]] = {
     aten.sqrt: _unary(dsl.sqrt), aten.rsqrt: _unary(dsl.rsqrt), aten.tanh: _unary(dsl.tanh), aten.sigmoid: _unary(dsl.sigmoid),
     aten.erf: _unary(dsl.erf), aten.erfc: _unary(dsl.erfc), aten.relu: _unary(dsl.relu), aten.silu: _unary(dsl.silu), aten.gelu: _gelu,
     aten.reciprocal: _unary(lambda x: 1.0 / x), aten.square: _unary(lambda x: x * x), aten.pow: _pow, aten.clamp: _clamp,
+    aten.silu_backward: gradients.activation("silu"), aten.gelu_backward: gradients.gelu, aten.tanh_backward: gradients.tanh,
+    aten.sigmoid_backward: gradients.sigmoid, aten.threshold_backward: gradients.threshold,
     aten.mean: reductions.reduce, aten.sum: reductions.reduce, aten.amax: reductions.reduce, aten.var: reductions.variance, aten.std: reductions.deviation,
 }  # fmt: skip
 _LATER = (
@@ -124,4 +130,6 @@ _LATER = (
     aten.native_layer_norm,
     aten.var_mean,
     aten._fused_rms_norm,
+    aten.native_layer_norm_backward,
+    aten._fused_rms_norm_backward,
 )

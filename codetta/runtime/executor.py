@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from codetta.capture.kinds import is_tangent
 from codetta.partition import Plan
 from codetta.runtime.constants import Constants
 from codetta.runtime.writer import CompileRegion, Line, Writer, function
@@ -54,6 +55,7 @@ class Training:
         self.results, self.gradients = returned[:outputs], returned[outputs:]
         gradients = Line(writer.spell(self.gradients))
         known = {writer.variable(each) for each in self.tangents}
+        assert not any(line.uses & known for line in first), "results wait for gradients"
         again, carried = _carried([*second, gradients], first, known)
         ints = {writer.variable(each) for each in plan.graph.nodes.nodes if _is_size(each)}
         self.sizes = [name for name in carried if name in ints]
@@ -101,10 +103,6 @@ class _Unfinished:
 
     def __call__(self, partials: Tensor, width: Tensor) -> Stat:
         return Stat(partials, self.how, int(width), self.total)
-
-
-def is_tangent(each: fx.Node) -> bool:
-    return each.op == "placeholder" and each.name.startswith("tangents")
 
 
 def _is_size(each: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from codetta.capture.attention import MASK
 from codetta.capture.kinds import is_attention, packet_of
 from codetta.ir import view as views
 from codetta.ir.graph import Node
-from codetta.partition import Fixed, Launch, Mask, Plan, Present, Region, Run, Source, Step, origin
+from codetta.partition import Finish, Fixed, Launch, Mask, Plan, Present, Region, Run, Source, Step, origin
 from codetta.runtime.attention import Attention, SizedMask
 from codetta.runtime.constants import Constants
 from codetta.runtime.launch import launch
@@ -86,6 +86,10 @@ class Writer:
                 return [self._launch(step)]
             case Present():
                 return [Line(self._present(step), self.variable(step.target))]
+            case Finish():
+                sizes = ", ".join(self.size(size) for size in step.target.meta["val"].shape)
+                text = f"{self.stats[step.sink]}.finish().to({self.object(step.dtype)}).view({sizes})"
+                return [Line(text, self.variable(step.target))]
             case Run():
                 return [Line(self._run(step.target), self.variable(step.target))]
             case Mask():
