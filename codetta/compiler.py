@@ -22,6 +22,7 @@ from torch import fx
 from codetta.capture import capture
 from codetta.capture.attention import heads_are_shared
 from codetta.capture.repeats import without_repeats
+from codetta.capture.weight_gradients import row_scale_crosses
 from codetta.dispatch import debug_level, why_never
 from codetta.errors import Reason
 from codetta.ir.view import hint
@@ -90,6 +91,9 @@ def plan_of(
     left: dict[fx.Node, Reason] = {}
     while True:
         captured = capture(graph, parameters, laws, left)
+        if laws and outputs is not None and row_scale_crosses(captured):
+            without_repeats(graph)
+            continue
         try:
             plan = partition(captured, outputs)
             refused = why_never_all(plan)

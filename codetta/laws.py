@@ -9,6 +9,7 @@ from typing import Any
 from codetta.capture.attention import heads_are_shared, mask_has_a_name, stays_whole
 from codetta.capture.columns import cut_commutes, expand
 from codetta.capture.reader import late_is_staged
+from codetta.capture.weight_gradients import row_scale_crosses
 from codetta.placement import Placement
 from codetta.rewrite.columns import join_rises, part_sinks_to_leaves
 from codetta.rewrite.gradient import inner_product_moves
@@ -42,6 +43,7 @@ def laws() -> list[Law]:
         _law("variance_is_a_moment", variance_is_a_moment),
         _law("late_is_staged", late_is_staged),
         _law("inner_product_moves", inner_product_moves),
+        _law("row_scale_crosses", row_scale_crosses),
         _law("one_plus_is_one_sided", one_plus_is_one_sided),
         _law("join_rises", join_rises),
         _law("repeat_joins", expand),

@@ -61,11 +61,15 @@ class Present:
 
 @dataclass(eq=False)
 class Finish:
-    """A sum over all rows as the tensor that the graph expects."""
+    """A number for each row, or for each column, that is made of reductions alone, as the tensor that the graph expects."""
 
     target: fx.Node
-    sink: Node
+    value: Node
     dtype: torch.dtype
+
+    @property
+    def sinks(self) -> list[Node]:
+        return _sinks_of(self.value)
 
 
 @dataclass(eq=False)
@@ -205,9 +209,10 @@ class _Partition:
         if each in self.tensors or each.op in ("placeholder", "get_attr", "output"):
             return
         value = self.values.get(each)
-        if value is not None and value.node.op == "col_sum":
+        if value is not None and self._is_finished(value, each):
             self.tensors[each] = "finished"
-            self._need_stat(value.node)
+            for sink in _sinks_of(value.node):
+                self._need_stat(sink)
             return
         if value is not None and self._storable(value, each):
             self.tensors[each] = "stored"
@@ -216,6 +221,13 @@ class _Partition:
         self.tensors[each] = "run"
         mask = mask_has_a_name(each)
         self.pending += [arg for arg in each.all_input_nodes if arg is not mask]
+
+    def _is_finished(self, value: Value, each: fx.Node) -> bool:
+        """Whether reductions are all that it is made of, and it has no other dimension."""
+        sinks = _sinks_of(value.node)
+        by_row = value.node.space == Space(1, 0) and all(not sink.op.startswith("col") for sink in sinks)
+        alone = value.node.op == "col_sum" or (by_row and self.places[value.node].late)
+        return bool(sinks) and alone and is_whole(value, each)
 
     def _storable(self, value: Value, each: fx.Node) -> bool:
         return self._exists(value.node) and not is_tensor_of_graph(value.node) and is_whole(value, each)
@@ -408,8 +420,10 @@ class _Partition:
         if isinstance(item, Mask):
             return list(item.makes.inputs)
         assert isinstance(item, fx.Node)
-        if self.tensors.get(item) in ("stored", "finished"):
+        if self.tensors.get(item) == "stored":
             return [self.places[self.values[item].node].group]
+        if self.tensors.get(item) == "finished":
+            return [self.places[sink].group for sink in _sinks_of(self.values[item].node)]
         mask = mask_has_a_name(item)
         if mask is None:
             return list(item.all_input_nodes)
@@ -448,6 +462,23 @@ class _Partition:
             self.steps.append(Finish(item, self.values[item].node, item.meta["val"].dtype))
         else:
             self.steps.append(Run(item))
+
+
+def _sinks_of(value: Node) -> list[Node]:
+    """The reductions that it is made of, if there is nothing else: no matrix, and no tensor of the graph."""
+    found, stack, seen = [], [value], set()
+    while stack:
+        each = stack.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if is_sink(each.op):
+            found.append(each)
+        elif each.op in ("load", "product", "stage", "vector") or each.space.cols:
+            return []
+        else:
+            stack += each.args
+    return found
 
 
 def is_tensor_of_graph(value: Node) -> bool:

@@ -28,6 +28,7 @@ from codetta.ir.graph import Node, Space, node
 from codetta.ir.op import apply
 from codetta.ir.view import Dims, Factor
 from codetta.partition import Launch, Region, Run
+from codetta.rewrite.gradient import Use, inner_product_moves
 from codetta.rewrite.scale import affine_form, row_scale_commutes, why_not_defer
 from codetta.runtime.executor import Executor
 
@@ -211,9 +212,11 @@ def evaluate(value: Node, tensors: Mapping[str, Tensor]) -> Tensor:
             weight = tensors[value.attr("weight")]
             if value.attr("gain") is not None:
                 weight = weight * evaluate(value.attr("gain"), tensors)
-            return args[0].expand(-1, K) @ weight.T
+            return args[0].expand(-1, weight.shape[1]) @ weight.T
         case "row_sum":
             return args[0].sum(1, keepdim=True)
+        case "stage":
+            return args[0]
     return apply(value.op, args, dict(value.attrs))
 
 
@@ -225,6 +228,8 @@ def _tensors() -> dict[str, Tensor]:
 
     names = {"x": (ROWS, K), "y": (ROWS, K), "g": (1, K), "h": (1, K), "moving": (1, K), "w": (N, K)}
     tensors = {name: rand(*shape) for name, shape in names.items()}
+    tensors |= {"dz": rand(ROWS, N), "dy": rand(ROWS, N), "v": rand(N, K)}
+    tensors |= {"w back": tensors["w"].T, "v back": tensors["v"].T}
     return tensors | {name: rand(ROWS, 1).abs() + 0.5 for name in ("s", "m")}
 
 
@@ -321,6 +326,69 @@ def test_row_scale_refuses_half() -> None:
     assert "fp16" in str(why_not_defer(product(rms, torch.float16))[0])
     assert row_scale_commutes(product(rms, torch.bfloat16)) is not None
     assert row_scale_commutes(rms) is None  # no product
+
+
+DZ, DY = (node("load", space=Space(1, N), name=name) for name in ("dz", "dy"))
+
+
+def back(gradient: Node, weight: str = "w") -> Node:
+    """The gradient of a product's left operand."""
+    return node("product", gradient, space=Space(1, K), weight=f"{weight} back", dtype=torch.float32)
+
+
+def uses(*left: Node) -> Callable[[Node], list[Use]]:
+    """Products of these with the matrix that is the other way round, as they were before."""
+
+    def found(each: Node) -> list[Use]:
+        weight = each.attr("weight").removesuffix(" back")
+        made = [node("product", n, space=Space(1, N), weight=weight, dtype=torch.float32) for n in left]
+        return [Use(n, value, weight) for n, value in zip(left, made, strict=True)]
+
+    return found
+
+
+NORM = add(mul(mul(sub(X, M), S), G), H)
+RMS = mul(mul(X, S), G)
+INNER = {
+    "the norm itself": (mul(back(DZ), RMS), RMS),
+    "without its scale": (mul(mul(back(DZ), G), X), RMS),
+    "by another scale": (mul(mul(mul(back(DZ), G), X), M), RMS),
+    "no norm": (mul(back(DZ), X), X),
+    "two products": (mul(mul(add(back(DZ), back(DY, "v")), G), X), RMS),
+    "layer norm": (mul(mul(back(DZ), G), mul(sub(X, M), S)), NORM),
+    "layer norm, its mean": (mul(back(DZ), G), NORM),
+    "with a program of its own": (mul(mul(back(DZ), G), X), node("stage", RMS, space=RMS.space, dtype=torch.float32)),
+    "one of several": (mul(back(DZ), RMS), Y, RMS),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_inner_product_moves(name: str) -> None:
+    """The same sum, of gradients that no matrix has been multiplied with."""
+    value, *left = INNER[name]
+    moved = inner_product_moves(value, uses(*left))
+    assert moved is not None
+    total = sum(evaluate(mul(x, y), TENSORS).sum(1, keepdim=True) for x, y in moved.pairs)
+    found = evaluate(moved.scale, TENSORS) * total
+    torch.testing.assert_close(found, evaluate(value, TENSORS).sum(1, keepdim=True), rtol=1e-11, atol=1e-11)
+    assert {x for x, _ in moved.pairs} <= {DZ, DY}
+
+
+NOT_INNER = {
+    "another matrix": (mul(back(DZ), Y), X),
+    "another gain": (mul(mul(back(DZ), H), X), RMS),
+    "one product has no partner": (mul(add(back(DZ), Y), X), X),
+    "a function between": (mul(node("tanh", back(DZ)), X), X),
+    "shifted by another mean": (mul(mul(back(DZ), G), sub(X, S)), NORM),
+    "no product": (mul(Y, X), X),
+    "nobody used the matrix": (mul(back(DZ), X),),
+}
+
+
+@pytest.mark.parametrize("name", NOT_INNER)
+def test_inner_product_refuses(name: str) -> None:
+    value, *left = NOT_INNER[name]
+    assert inner_product_moves(value, uses(*left)) is None
 
 
 def test_large_mean_cancels() -> None:

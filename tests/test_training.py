@@ -9,10 +9,11 @@ import oracle
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import ZOO, outputs
+from zoo import LAYERS, ZOO, outputs
 
 import codetta
 from codetta.integrations.dynamo import backend_of
+from codetta.partition import Finish, Launch, Step
 from codetta.runtime.executor import Training
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -69,6 +70,39 @@ def test_zoo(name: str, dtype: str) -> None:
         args, named = entry.example(batch, length, dtype=DTYPES[dtype])
         check(model, exact, args, named, DTYPES[dtype])
     assert len(trainings(model)) == 1, "another shape was compiled anew"
+
+
+def stages(steps: list[Step]) -> int:
+    return sum(isinstance(step, Launch) and not step.program.multiplies for step in steps)
+
+
+def test_nothing_normalised_is_kept() -> None:
+    """A Llama's forward pass is that of inference, and the gradient of every norm before a gated product is in an epilogue."""
+    entry = ZOO["llama"]
+    model = codetta.compile(entry.model())
+    gradients(model, model, *entry.example(2, 12))
+    (training,) = trainings(model)
+    plan = training.plan
+    first, second = plan.steps[: plan.forward], plan.steps[plan.forward :]
+    assert sum(isinstance(step, Launch) for step in first) == 4 * LAYERS + 2
+    assert stages(first) == 1  # the statistics of the first norm
+    assert stages(second) == LAYERS + 1  # attention's norms, and the last
+    assert "inner_product_moves" in {law for laws in plan.graph.fired.values() for law in laws}
+    sums = [step for step in second if isinstance(step, Finish) and step.value.op == "col_sum"]
+    assert len(sums) == 2 * LAYERS + 1  # of the norms' weights
+
+
+def test_strict(small: tuple[Small, Small, Tensor]) -> None:
+    """Without laws that reassociate."""
+    _, plain, x = small
+    ours = codetta.compile(copy.deepcopy(plain), options=codetta.Options(numerics="strict"))
+    for model in (ours, plain):
+        model(x).square().sum().backward()
+    same(ours, plain)
+    (training,) = trainings(ours)
+    assert not {"inner_product_moves", "row_scale_commutes"} & {
+        law for laws in training.plan.graph.fired.values() for law in laws
+    }
 
 
 class Small(nn.Module):

@@ -36,18 +36,35 @@ def inner_product_moves(value: Node, uses: Callable[[Node], Sequence[Use]]) -> M
     """
     factors = _factors(value)
     for at, factor in enumerate(factors):
-        products = _terms(factor)
-        if not all(each.op == "product" and each.attr("gain") is None for each in products):
+        terms = [_scaled_product(each) for each in _terms(factor)]
+        products = [product for product, _ in terms if product.op == "product" and product.attr("gain") is None]
+        if len(products) < len(terms) or len({id(scale) for _, scale in terms}) > 1:
             continue
-        rest = ONE
-        for each in [*factors[:at], *factors[at + 1 :]]:
-            rest = each if rest is ONE else node("mul", rest, each)
+        rest = _product_of([*factors[:at], *factors[at + 1 :], terms[0][1]])
         moved = [_moved(each, rest, uses(each)) for each in products]
         scales = {id(each.scale): each.scale for each in moved if each is not None}
         if None not in moved and len(scales) == 1:
             (scale,) = scales.values()
             return Moved(scale, tuple(pair for each in moved if each is not None for pair in each.pairs))
     return None
+
+
+def _product_of(factors: Sequence[Node]) -> Node:
+    """The matrix first, then what is multiplied with its columns, then with its rows."""
+    result = ONE
+    for each in sorted(factors, key=lambda each: (not (each.space.rows and each.space.cols), not each.space.cols)):
+        if each is not ONE:
+            result = each if result is ONE else node("mul", result, each)
+    return result
+
+
+def _scaled_product(value: Node) -> tuple[Node, Node]:
+    """A product that its rows are scaled behind, and the scale."""
+    if value.op == "mul":
+        for x, y in (value.args, value.args[::-1]):
+            if x.op == "product" and not y.space.cols:
+                return x, y
+    return value, ONE
 
 
 def _moved(product: Node, rest: Node, uses: Sequence[Use]) -> Moved | None:

@@ -14,11 +14,13 @@ from codetta.capture.attention import MASK
 from codetta.capture.kinds import is_attention, packet_of
 from codetta.ir import view as views
 from codetta.ir.graph import Node
+from codetta.ir.op import apply
 from codetta.partition import Finish, Fixed, Launch, Mask, Plan, Present, Region, Run, Source, Step, origin
 from codetta.runtime.attention import Attention, SizedMask
 from codetta.runtime.constants import Constants
 from codetta.runtime.launch import launch
 from codetta.runtime.sized import Sized
+from codetta.stat import Stat
 
 aten = torch.ops.aten
 # Who compiles a region that no program covers; None: it is not worth it.
@@ -88,7 +90,8 @@ class Writer:
                 return [Line(self._present(step), self.variable(step.target))]
             case Finish():
                 sizes = ", ".join(self.size(size) for size in step.target.meta["val"].shape)
-                text = f"{self.stats[step.sink]}.finish().to({self.object(step.dtype)}).view({sizes})"
+                stats = ", ".join(self.stats[sink] for sink in step.sinks)
+                text = f"{self.object(Finished(step.value, step.sinks))}({stats}).to({self.object(step.dtype)}).view({sizes})"
                 return [Line(text, self.variable(step.target))]
             case Run():
                 return [Line(self._run(step.target), self.variable(step.target))]
@@ -268,6 +271,29 @@ class Writer:
         operands = ", ".join(f"{name!r}: {self._source(source)}" for name, source in step.operands.items())
         given = f"{self.object(step.program)}, {self._source(step.a)}, [{weights}], {{{operands}}}"
         return Line(f"{self.object(launch)}({given})", ", ".join(results) + ",")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A value that is made of reductions alone, on whole tensors."""
+
+    value: Node
+    sinks: list[Node]
+
+    def __call__(self, *stats: Stat) -> Tensor:
+        known = dict(zip(self.sinks, (each.finish() for each in stats), strict=True))
+        return self._of(self.value, known, stats[0].device)
+
+    def _of(self, value: Node, known: dict[Node, Any], device: torch.device) -> Tensor:
+        if value in known:
+            found: Tensor = known[value]
+            return found
+        if value.op == "moment":
+            mean, variance = known[value.args[0]]
+            return mean if value.attr("field") == "mean" else variance
+        if value.op == "const":
+            return torch.tensor(value.attr("value"), device=device)
+        return apply(value.op, [self._of(arg, known, device) for arg in value.args], dict(value.attrs))
 
 
 def strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -1,0 +1,142 @@
+"""Gradients of weights behind a norm: made of what there is, not of what the norm would make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from codetta.capture.graph import Graph
+from codetta.capture.kinds import packet_of
+from codetta.ir.graph import Node
+from codetta.ir.view import same
+from codetta.rewrite.scale import affine_form
+
+aten = torch.ops.aten
+
+
+def row_scale_crosses(graph: Graph) -> bool:
+    """dzᵀ (r ⊙ x · g)  ->  ((r ⊙ dz)ᵀ x) · g
+
+    Reassociates. The gradient of a weight multiplies what the weight was multiplied with, and behind a norm nobody has stored that. On
+    the right only x is needed, and r ⊙ dz, which the program that makes dz stores instead of dz: the product with Wᵀ takes it too,
+    and divides its rows by r. Refuses norms with a mean, which would be subtracted from a rounded product, and fp16.
+    Tells whether the graph was changed: then it must be read again.
+    """
+    changed = False
+    for each in list(graph.nodes.nodes):
+        if packet_of(each) is aten.mm and each not in graph.values:
+            changed |= _Site(graph, each).rewrite()
+    if changed:
+        graph.nodes.eliminate_dead_code()
+    return changed
+
+
+class _Site:
+    """One product dzᵀ n."""
+
+    def __init__(self, graph: Graph, at: fx.Node) -> None:
+        self.graph, self.at = graph, at
+
+    def rewrite(self) -> bool:
+        left, right = self.at.args
+        assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+        dz = _transposed(left)
+        value = self.graph.values.get(right)
+        if dz is None or value is None or right.meta["val"].dtype == torch.float16:
+            return False
+        norm = value.node.args[0] if value.node.op == "stage" else value.node
+        affine = affine_form(norm, self.graph.placement.is_late)
+        if affine.scale is None or not affine.scale.space.rows or affine.terms:
+            return False
+        scale, gain = self._tensor(affine.scale), self._gain(affine.gain)
+        base = self._tensor(affine.base, right.meta["val"].dtype)
+        if scale is None or base is None or (gain is None and affine.gain is not None):
+            return False
+        width = right.meta["val"].shape[1]
+        if not same(base.meta["val"].shape[-1], width) or not same(scale.meta["val"].shape[-1], 1):
+            return False
+        self._write(dz, scale, base, gain, width)
+        return True
+
+    def _tensor(self, value: Node, dtype: torch.dtype | None = None) -> fx.Node | None:
+        """A tensor of the graph that is this value."""
+        for each, known in self.graph.values.items():
+            tensor = each.meta["val"]
+            inner = known.node.args[0] if known.node.op == "stage" else known.node
+            if value in (known.node, inner) and (dtype is None or tensor.dtype == dtype) and tensor.dim() > 1:
+                return each
+        return None
+
+    def _gain(self, gain: Node | None) -> fx.Node | None:
+        if gain is None or gain.op != "load":
+            return None
+        leaf = self.graph.leaves[gain.attr("name")]
+        return leaf.source if leaf.start is None and not leaf.operand.period else None
+
+    def _write(self, dz: fx.Node, scale: fx.Node, base: fx.Node, gain: fx.Node | None, width: int) -> None:
+        nodes, dtype = self.graph.nodes, dz.meta["val"].dtype
+        scaled = self._scaled(dz, scale)
+        with nodes.inserting_before(self.at):
+            rows = _call(nodes, aten.view.default, (base, [-1, width]), lambda: base.meta["val"].reshape(-1, width))
+            turned = _call(nodes, aten.t.default, (scaled,), lambda: scaled.meta["val"].t())
+            result = _call(nodes, aten.mm.default, (turned, rows), lambda: self.at.meta["val"])
+            if gain is not None:
+                plain = _call(nodes, aten.mul.Tensor, (result, gain), lambda: result.meta["val"] * gain.meta["val"])
+                result = _call(nodes, aten._to_copy.default, (plain,), lambda: self.at.meta["val"], dtype=dtype)
+        self.at.replace_all_uses_with(result)
+
+    def _scaled(self, dz: fx.Node, scale: fx.Node) -> fx.Node:
+        """r ⊙ dz, once; products with dz take it as well."""
+        nodes, dtype = self.graph.nodes, dz.meta["val"].dtype
+        known = dz.meta.setdefault("codetta_scaled", {})
+        if scale in known:
+            return known[scale]
+        users = list(dz.users)
+        later = next(each for each in reversed(nodes.nodes) if each in (dz, scale))
+        with nodes.inserting_after(later):
+            column = nodes.call_function(aten.view.default, (scale, [-1, 1]))
+        column.meta["val"] = scale.meta["val"].reshape(-1, 1)
+        with nodes.inserting_after(column):
+            wide = nodes.call_function(aten.mul.Tensor, (dz, column))
+        wide.meta["val"] = dz.meta["val"] * column.meta["val"]
+        with nodes.inserting_after(wide):
+            made = nodes.call_function(aten._to_copy.default, (wide,), {"dtype": dtype})
+        made.meta["val"] = dz.meta["val"]
+        known[scale] = made
+        for user in users:
+            if packet_of(user) is aten.mm and user.args[0] is dz and user.args[1] is not dz:
+                self._divide(user, dz, made, column)
+        return made
+
+    def _divide(self, product: fx.Node, dz: fx.Node, scaled: fx.Node, column: fx.Node) -> None:
+        """dz Wᵀ = (r ⊙ dz) Wᵀ / r"""
+        nodes, value = self.graph.nodes, product.meta["val"]
+        product.args = (scaled, product.args[1])
+        with nodes.inserting_after(product):
+            inverse = nodes.call_function(aten.reciprocal.default, (column,))
+        inverse.meta["val"] = column.meta["val"].reciprocal()
+        with nodes.inserting_after(inverse):
+            wide = nodes.call_function(aten.mul.Tensor, (product, inverse))
+        wide.meta["val"] = value * inverse.meta["val"]
+        with nodes.inserting_after(wide):
+            result = nodes.call_function(aten._to_copy.default, (wide,), {"dtype": value.dtype})
+        result.meta["val"] = value
+        product.replace_all_uses_with(result, delete_user_cb=lambda user: user is not wide)
+
+
+def _transposed(each: fx.Node) -> fx.Node | None:
+    """What a matrix is the transpose of."""
+    source = each.args[0] if each.args else None
+    turned = packet_of(each) is aten.t or (
+        packet_of(each) in (aten.permute, aten.transpose) and each.meta["val"].dim() == 2
+    )
+    return source if turned and isinstance(source, fx.Node) else None
+
+
+def _call(nodes: fx.Graph, target: Any, args: tuple[Any, ...], value: Callable[[], Any], **kwargs: Any) -> fx.Node:
+    made = nodes.call_function(target, args, kwargs)
+    made.meta["val"] = value()
+    return made
