@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import oracle
@@ -16,6 +18,19 @@ from codetta.integrations.dynamo import backend_of
 from codetta.partition import Finish, Launch, Step
 from codetta.runtime.executor import Training
 
+ROOT = Path(__file__).parent.parent
+
+
+def _example() -> Any:
+    """examples/train.py."""
+    spec = importlib.util.spec_from_file_location("train", ROOT / "examples/train.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+example = _example()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -232,3 +247,36 @@ def test_checkpointing(small: tuple[Small, Small, Tensor]) -> None:
     torch.utils.checkpoint.checkpoint(ours, x, use_reentrant=False).square().sum().backward()
     plain(x).square().sum().backward()
     same(ours, plain)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_run_follows_eager(name: str) -> None:
+    """Two hundred steps on real text: no further from eager's losses than eager is when its weights start a rounding error elsewhere."""
+    data = example.batches(200, 4, 48, "cpu")
+    eager = torch.tensor(example.train(example.build(name), data))
+    assert eager[-20:].mean() < 0.6 * eager[:5].mean(), "nothing was learnt"
+    noise = []
+    for seed in range(2):
+        model, generator = example.build(name), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for each in model.parameters():
+                each.mul_(1 + 6e-8 * torch.randn(each.shape, generator=generator))
+        noise.append((torch.tensor(example.train(model, data)) - eager).abs())
+    usual = torch.stack(noise).amax(0)
+    distance = (torch.tensor(example.train(codetta.compile(example.build(name)), data)) - eager).abs()
+    assert distance[:20].max() < 1e-5
+    for part in (slice(0, 50), slice(0, 200), slice(180, 200)):
+        assert distance[part].max() < 10 * usual[part].max() + 1e-5
+        assert distance[part].mean() < 10 * usual[part].mean() + 1e-5
+
+
+def test_same_start_same_bits() -> None:
+    data = example.batches(20, 4, 48, "cpu")
+    first, second = (example.train(codetta.compile(example.build("llama")), data) for _ in range(2))
+    assert first == second
+
+
+def test_example(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--steps", "3", "--batch", "2", "--length", "16"])
+    example.main()
+    assert "tokens/s" in capsys.readouterr().out
