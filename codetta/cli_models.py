@@ -30,10 +30,14 @@ def add_to(app: typer.Typer) -> None:
 
 
 @reported
-def explain_command(target: Target, as_json: Json = False) -> None:
+def explain_command(
+    target: Target,
+    training: Annotated[bool, typer.Option(help="Of a call with gradients, with what it keeps for them.")] = False,
+    as_json: Json = False,
+) -> None:
     """What becomes of a model: programs with their equations, laws, calls, and what is left over and why."""
     model, inputs, named = load(target)
-    report = explain(model, *inputs, **named)
+    report = explain(model, *inputs, training=training, **named)
     screen(as_json).print(str(report), highlight=False, markup=False, soft_wrap=True)
     finish(as_json, report.to_json())
 

@@ -6,10 +6,11 @@ each tensor once for each kernel that reads or writes it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from codetta.integrations.dynamo import Backend, backend_of, compile
 from codetta.ir import view as views
 from codetta.ir.show import equations
 from codetta.options import Options
-from codetta.partition import Fixed, Launch, Mask, Plan, Region, Run, is_tensor_of_graph
+from codetta.partition import Finish, Fixed, Launch, Mask, Plan, Region, Run, is_tensor_of_graph
 from codetta.plan.cost import bytes_moved, flops, predicted_ms
 from codetta.plan.target import device_target
 from codetta.program import Program
@@ -39,6 +40,7 @@ class ProgramReport:
     bytes: int
     flops: int
     predicted_ms: float | None  # by the roofline of the GPU it would run on; None on a CPU
+    backward: bool = False  # whether only gradients need it
 
 
 @dataclass
@@ -54,6 +56,9 @@ class Report:
     bytes_after: int = 0
     refusals: list[dict[str, str]] = field(default_factory=list)
     graphs: int = 0
+    saved: list[dict[str, Any]] = field(default_factory=list)  # what gradients keep, beside parameters and inputs
+    saved_bytes: int = 0
+    eager_saved_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -66,7 +71,8 @@ class Report:
             for program in programs:
                 shape = " + ".join(f"{n}" for n, _ in program.products)
                 size = f"({shape}) x {program.products[0][1]}" if program.products else "no product"
-                lines.append(f"  {program.name}  {program.rows} x {size}  {program.where}")
+                backward = "  (backward)" if program.backward else ""
+                lines.append(f"  {program.name}  {program.rows} x {size}  {program.where}{backward}")
                 lines += [f"      {line}" for line in program.equations]
                 if program.laws:
                     lines.append(f"      by {', '.join(program.laws)}")
@@ -75,11 +81,18 @@ class Report:
             lines += [f"  {each['count']:4d} x {each['op']}  {each['reason']}" for each in self.leftover_ops]
         lines.append(f"kernels: {self.launches_before} -> {self.launches_after}")
         lines.append(f"bytes moved: {_size(self.bytes_before)} -> {_size(self.bytes_after)}")
+        if self.saved:
+            lines.append("kept for gradients, beside parameters and inputs:")
+            lines += [f"  {_size(each['bytes']):>10}  {each['what']}  {each['shape']}" for each in self.saved]
+            lines.append(f"  {_size(self.saved_bytes):>10}  in all, where eager keeps {_size(self.eager_saved_bytes)}")
         return "\n".join(lines)
 
 
-def explain(model: Any, *inputs: Any, options: Options | None = None, **named: Any) -> Report:
-    """The report of a call `model(*inputs, **named)`; the model may be compiled already or not, and stays as it is."""
+def explain(model: Any, *inputs: Any, options: Options | None = None, training: bool = False, **named: Any) -> Report:
+    """The report of a call `model(*inputs, **named)`; the model may be compiled already or not, and stays as it is.
+
+    training: of a call with gradients, with what it keeps for them.
+    """
     if not callable(model):
         raise ArgumentError("model", f"is a {type(model).__name__}", "pass an nn.Module or a function of tensors")
     known = backend_of(model)
@@ -90,12 +103,59 @@ def explain(model: Any, *inputs: Any, options: Options | None = None, **named: A
         target = copy.copy(model)
         target._compiled_call_impl = None
     compiled = compile(target, options=options, backend=backend)
-    with torch.no_grad():
+    with torch.set_grad_enabled(training), _kept() as kept:
         compiled(*inputs, **named)
-    report = Report(graphs=len(backend.executors))
-    for executor in backend.executors:
-        _add(report, executor.plan)
+    plans = [executor.plan for executor in backend.executors] + [each.plan for each in backend.trainings]
+    report = Report(graphs=len(plans))
+    for plan in plans:
+        _add(report, plan)
+    if training:
+        _add_saved(report, backend, kept, target, (inputs, named))
     return report
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[list[Tensor]]:
+    """Tensors that are kept for gradients while this lasts."""
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def _add_saved(report: Report, backend: Backend, kept: list[Tensor], model: Any, call: tuple[Any, Any]) -> None:
+    """What the compiled model has kept, by name, and how much the plain one keeps: each piece of memory once."""
+    inputs, named = call
+    given = [each for each in (*inputs, *named.values()) if isinstance(each, Tensor)]
+    if isinstance(model, nn.Module):
+        given += [*model.parameters(), *model.buffers()]
+    names = [name for each in backend.trainings for name in ("widths", *each.tensors)]
+    known = {each.untyped_storage().data_ptr() for each in given}
+    for at, tensor in enumerate(kept):
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() in known or not memory.nbytes():
+            continue
+        known.add(memory.data_ptr())
+        what = _spelled(names[at]) if len(names) == len(kept) else "tensor"
+        shape = "x".join(map(str, tensor.shape)) + f" {str(tensor.dtype).removeprefix('torch.')}"
+        report.saved.append({"what": what, "shape": shape, "bytes": memory.nbytes()})
+    report.saved_bytes = sum(each["bytes"] for each in report.saved)
+    known = {each.untyped_storage().data_ptr() for each in given}
+    plain = model.forward if isinstance(model, nn.Module) else model
+    with torch.enable_grad(), _kept() as theirs:
+        plain(*inputs, **named)
+    apart = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in theirs}
+    report.eager_saved_bytes = sum(size for memory, size in apart.items() if memory not in known)
+
+
+def _spelled(variable: str) -> str:
+    """p3_s0 -> program_3 s0; v_getitem -> getitem"""
+    found = re.fullmatch(r"p(\d+)_(\w+)", variable)
+    return f"program_{found[1]} {found[2]}" if found else variable.removeprefix("v_")
 
 
 def _add(report: Report, plan: Plan) -> None:
@@ -104,10 +164,10 @@ def _add(report: Report, plan: Plan) -> None:
     report.launches_before += len(before)
     report.bytes_before += sum(_bytes([*each.all_input_nodes, each]) for each in before)
     left: Counter[tuple[str, str]] = Counter()
-    for step in plan.steps:
+    for number, step in enumerate(plan.steps):
         match step:
             case Launch():
-                program = _program(plan, step)
+                program = _program(plan, step, backward=number >= plan.forward)
                 report.programs.append(program)
                 report.launches_after += 1
                 report.bytes_after += program.bytes
@@ -115,6 +175,8 @@ def _add(report: Report, plan: Plan) -> None:
                 report.calls.append({"op": _op(step.target), "where": _where(step.target)})
                 report.launches_after += 1
                 report.bytes_after += _bytes([*step.target.all_input_nodes, step.target])
+            case Finish():
+                report.launches_after += 1
             case Run() if not is_view(step.target):
                 left[_op(step.target), _reason(plan, step.target)] += 1
                 report.launches_after += 1
@@ -134,7 +196,7 @@ def _add(report: Report, plan: Plan) -> None:
         report.refusals.append({"op": _op(each), "where": _where(each), "reason": str(reason)})
 
 
-def _program(plan: Plan, step: Launch) -> ProgramReport:
+def _program(plan: Plan, step: Launch, backward: bool) -> ProgramReport:
     program, graph = step.program, plan.graph
     origins = [graph.origin[product] for product in graph.placement.groups[step.number].products]
     laws = [law for each in origins for law in graph.fired.get(each, [])]
@@ -157,6 +219,7 @@ def _program(plan: Plan, step: Launch) -> ProgramReport:
         bytes_moved(program, rows),
         flops(program, rows),
         round(predicted_ms(program, rows, target), 5) if target is not None else None,
+        backward,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from codetta.capture.attention import heads_are_shared, mask_has_a_name, stays_whole
 from codetta.capture.columns import cut_commutes, expand
 from codetta.capture.reader import late_is_staged
-from codetta.capture.weight_gradients import row_scale_crosses
+from codetta.capture.weight_gradients import gradients_look_again, row_scale_crosses
 from codetta.placement import Placement
 from codetta.rewrite.columns import join_rises, part_sinks_to_leaves
 from codetta.rewrite.gradient import inner_product_moves
@@ -44,6 +44,7 @@ def laws() -> list[Law]:
         _law("late_is_staged", late_is_staged),
         _law("inner_product_moves", inner_product_moves),
         _law("row_scale_crosses", row_scale_crosses),
+        _law("gradients_look_again", gradients_look_again),
         _law("one_plus_is_one_sided", one_plus_is_one_sided),
         _law("join_rises", join_rises),
         _law("repeat_joins", expand),

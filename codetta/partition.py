@@ -17,7 +17,7 @@ from torch import fx
 from codetta.capture import Graph, Value
 from codetta.capture.at import is_whole
 from codetta.capture.attention import made_of_sizes, mask_has_a_name
-from codetta.capture.kinds import is_attention, is_random, is_size, is_view
+from codetta.capture.kinds import is_attention, is_random, is_size, is_size_of_inputs, is_view
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import OPS, is_sink
@@ -219,6 +219,8 @@ class _Partition:
             self._need_stored(value.node, each.meta["val"].dtype)
             return
         self.tensors[each] = "run"
+        if is_size_of_inputs(each):
+            return
         mask = mask_has_a_name(each)
         self.pending += [arg for arg in each.all_input_nodes if arg is not mask]
 
@@ -424,6 +426,8 @@ class _Partition:
             return [self.places[self.values[item].node].group]
         if self.tensors.get(item) == "finished":
             return [self.places[sink].group for sink in _sinks_of(self.values[item].node)]
+        if is_size_of_inputs(item):
+            return []
         mask = mask_has_a_name(item)
         if mask is None:
             return list(item.all_input_nodes)
@@ -494,7 +498,7 @@ def _gathered(steps: list[Step], read: set[fx.Node], parameters: set[fx.Node], g
     result: list[Step] = []
     run: list[fx.Node] = []
     for step in [*steps, None]:
-        if isinstance(step, Present | Finish):
+        if isinstance(step, Present | Finish) or (isinstance(step, Run) and is_size_of_inputs(step.target)):
             result.append(step)  # needs nothing but a launch, and those stand before it already
             continue
         if isinstance(step, Run) and not is_attention(step.target) and not _is_item_of_attention(step.target):

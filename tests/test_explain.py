@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from zoo import LAYERS, ZOO
 
 import codetta
 from codetta.errors import ArgumentError, CheckError
@@ -243,3 +244,22 @@ def test_commands() -> None:
     for wrong in ("nothing", "missing.py:example", f"{ROOT / 'examples/compile_model.py'}:none"):
         run = CliRunner().invoke(app, ["explain", wrong])
         assert run.exit_code == 2 and "target" in run.output
+
+
+def test_training() -> None:
+    """Both halves, and what is kept for gradients: nothing normalised, and less than eager keeps."""
+    entry = ZOO["llama"]
+    model = entry.model(torch.bfloat16)
+    args, named = entry.example(2, 32, dtype=torch.bfloat16)
+    report = codetta.explain(model, *args, training=True, options=codetta.Options(leftover="graph"), **named)
+    backward = [program for program in report.programs if program.backward]
+    assert len(report.programs) - len(backward) == 4 * LAYERS + 2 and backward
+    assert any("inner_product_moves" in program.laws for program in backward)
+    assert 0 < report.saved_bytes < 0.7 * report.eager_saved_bytes
+    assert sum(each["bytes"] for each in report.saved) == report.saved_bytes
+    text = str(report)
+    assert "(backward)" in text and "where eager keeps" in text and "program_3 y0" in text
+    assert report.to_json()["saved"][0].keys() == {"what", "shape", "bytes"}
+    assert all(parameter.grad is None for parameter in model.parameters())
+    plain = codetta.explain(model, *args, **named)
+    assert not plain.saved and not any(program.backward for program in plain.programs)

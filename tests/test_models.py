@@ -285,6 +285,28 @@ def test_changed_weights(name: str, by_reference: None) -> None:
         assert not torch.allclose(before, after, rtol=1e-4), f"{change.__name__} changes nothing: the test is void"
 
 
+@pytest.mark.parametrize("layout", ["transposed", "strided", "expression"])
+def test_weights_lie_as_they_do(layout: str) -> None:
+    """A parameter may be a view of another tensor, and a weight may be made of parameters."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = torch.randn(48, 32) if layout != "strided" else torch.randn(32, 96)[:, ::2]
+            self.weight = nn.Parameter(whole.t() if layout != "strided" else whole)
+            self.second = nn.Parameter(torch.randn(32, 48).t())
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight if layout != "expression" else self.weight.clone() * 2
+            return F.linear(F.silu(F.linear(x, weight)), self.second)
+
+    torch.manual_seed(0)
+    model = codetta.compile(Odd())
+    x = torch.randn(5, 48)
+    torch.testing.assert_close(model(x), model.forward(x), atol=1e-4, rtol=1e-4)
+    assert launches(executors(model)[0])
+
+
 def test_other_dtype_and_back(by_reference: None) -> None:
     design = Design(bias=True, norm="layer")
     model = codetta.compile(design.module(torch.float32))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 aten = torch.ops.aten
 
@@ -35,6 +36,12 @@ def is_attention(each: fx.Node) -> bool:
 def is_size(each: fx.Node) -> bool:
     """A number that comes with the call."""
     return each.op == "placeholder" and isinstance(each.meta.get("val"), torch.SymInt | int)
+
+
+def is_size_of_inputs(each: fx.Node) -> bool:
+    """A number that follows from the sizes that come with the call, whatever tensor the graph reads it off."""
+    value = each.meta.get("val")
+    return each.op == "call_function" and isinstance(value, torch.SymInt) and not free_unbacked_symbols(value)
 
 
 def is_tangent(each: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from torch import fx
 
 from codetta.capture.at import At, is_tensor, operator_name
 from codetta.capture.graph import FLOATS, CutError, Graph, Law, RefusedError, Value
-from codetta.capture.kinds import is_random, is_tangent, packet_of
+from codetta.capture.kinds import is_random, is_size_of_inputs, is_tangent, packet_of
 from codetta.capture.products import tokens
 from codetta.capture.table import value_of
 from codetta.errors import Reason, TraceError
@@ -132,7 +132,7 @@ class _Reader:
 
     def _waits_for(self, each: fx.Node) -> fx.Node | None:
         """A norm that the graph reads, or returns: from now on by a program of its own, since the one before left its statistics."""
-        if each in self.cuts or each.op not in ("call_function", "output"):
+        if each in self.cuts or each.op not in ("call_function", "output") or is_size_of_inputs(each):
             return None
         for arg in each.all_input_nodes:
             value = self.found.values.get(arg)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
 from codetta.capture.graph import Graph
-from codetta.capture.kinds import packet_of
+from codetta.capture.kinds import is_tangent, packet_of
 from codetta.ir.graph import Node
 from codetta.ir.view import same
 from codetta.rewrite.scale import affine_form
@@ -32,6 +32,28 @@ def row_scale_crosses(graph: Graph) -> bool:
     if changed:
         graph.nodes.eliminate_dead_code()
     return changed
+
+
+def gradients_look_again(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
+    """dzᵀ n  ->  dzᵀ alias(n)
+
+    Exact. Where n is known too late for the program that makes its rows, and so gets a program of its own, that program comes where the
+    alias is: among the gradients. Results do not wait for it, and nobody carries n over.
+    """
+    depends, constant = {each for each in graph.nodes if is_tangent(each)}, set(parameters)
+    for each in list(graph.nodes):
+        if each.all_input_nodes and all(arg in constant for arg in each.all_input_nodes):
+            constant.add(each)
+        if not any(arg in depends for arg in each.all_input_nodes):
+            continue
+        depends.add(each)
+        if packet_of(each) is aten.mm:
+            for arg in each.all_input_nodes:
+                if arg not in depends and arg not in constant and arg.op == "call_function":
+                    with graph.inserting_before(each):
+                        again = graph.call_function(aten.alias.default, (arg,))
+                    again.meta |= {"val": arg.meta["val"]}
+                    each.replace_input_with(arg, again)
 
 
 class _Site:

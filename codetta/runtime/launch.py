@@ -9,7 +9,7 @@ from torch import Tensor
 
 from codetta import dispatch
 from codetta.errors import CheckError
-from codetta.program import Program
+from codetta.program import Product, Program
 from codetta.runtime.bind import Binding, bind_operand, bind_output, matrix
 from codetta.stat import Stat
 
@@ -26,11 +26,19 @@ def launch(program: Program, a: Tensor, b: Sequence[Tensor], values: dict[str, T
             samples = values[operand.name].shape[0]  # type: ignore[union-attr]
     bound = {each.name: bind_operand(each, values[each.name], rows, samples) for each in program.operands}
     outputs = {each.name: bind_output(each, None, rows, samples, a.device) for each in program.stores}
-    binding = Binding(rows, samples, 1, (rows,), a, tuple(b), bound, outputs)
+    weights = tuple(as_stored(each, product) for each, product in zip(b, program.products, strict=True))
+    binding = Binding(rows, samples, 1, (rows,), a, weights, bound, outputs)
     results = dispatch.run(program, binding)
     if os.environ.get("CODETTA_CHECK", "0") not in ("", "0"):
         check(program, binding, results)
     return [results[name] for name in program.outputs]
+
+
+def as_stored(weight: Tensor, product: Product) -> Tensor:
+    """A weight (N, K) lying in memory as the program was written for; copied only where it lies otherwise, as a view of another."""
+    if product.layout == "nk":
+        return weight if weight.stride(1) == 1 or weight.shape[1] == 1 else weight.contiguous()
+    return weight if weight.stride(0) == 1 or weight.shape[0] == 1 else weight.t().contiguous().t()
 
 
 def check(program: Program, binding: Binding, results: dict[str, Tensor | Stat]) -> None:

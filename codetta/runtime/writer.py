@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from codetta.capture.attention import MASK
-from codetta.capture.kinds import is_attention, packet_of
+from codetta.capture.kinds import is_attention, is_size_of_inputs, packet_of
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply
@@ -150,6 +150,8 @@ class Writer:
         return f"({text})"
 
     def _run(self, each: fx.Node) -> str:
+        if is_size_of_inputs(each):
+            return self.size(each.meta["val"])
         target, packet = each.target, packet_of(each)
         args = [self.spell(arg) for arg in each.args]
         if packet in (aten.view, aten._unsafe_view):
