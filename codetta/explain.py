@@ -23,7 +23,7 @@ from codetta.integrations.dynamo import Backend, backend_of, compile
 from codetta.ir import view as views
 from codetta.ir.show import equations
 from codetta.options import Options
-from codetta.partition import Finish, Fixed, Launch, Mask, Plan, Region, Run, is_tensor_of_graph
+from codetta.partition import Finish, Fixed, Launch, Mask, Plan, Region, Run, is_tensor_of_graph, sinks_of
 from codetta.plan.cost import bytes_moved, flops, predicted_ms
 from codetta.plan.target import device_target
 from codetta.program import Program
@@ -202,8 +202,8 @@ def _program(plan: Plan, step: Launch, backward: bool) -> ProgramReport:
     laws = [law for each in origins for law in graph.fired.get(each, [])]
     reached = {value for value, _ in step.stores.values()}
     for each, value in graph.values.items():
-        if value.node in reached:
-            laws += graph.fired.get(each, [])
+        if each in graph.fired and (value.node in reached or set(sinks_of(value.node)) & set(step.sinks.values())):
+            laws += graph.fired[each]
     if len(program.products) > 1:
         laws.append("products_merge")
     if program.sinks:

@@ -69,7 +69,7 @@ class Finish:
 
     @property
     def sinks(self) -> list[Node]:
-        return _sinks_of(self.value)
+        return sinks_of(self.value)
 
 
 @dataclass(eq=False)
@@ -211,7 +211,7 @@ class _Partition:
         value = self.values.get(each)
         if value is not None and self._is_finished(value, each):
             self.tensors[each] = "finished"
-            for sink in _sinks_of(value.node):
+            for sink in sinks_of(value.node):
                 self._need_stat(sink)
             return
         if value is not None and self._storable(value, each):
@@ -226,7 +226,7 @@ class _Partition:
 
     def _is_finished(self, value: Value, each: fx.Node) -> bool:
         """Whether reductions are all that it is made of, and it has no other dimension."""
-        sinks = _sinks_of(value.node)
+        sinks = sinks_of(value.node)
         by_row = value.node.space == Space(1, 0) and all(not sink.op.startswith("col") for sink in sinks)
         alone = value.node.op == "col_sum" or (by_row and self.places[value.node].late)
         return bool(sinks) and alone and is_whole(value, each)
@@ -425,7 +425,7 @@ class _Partition:
         if self.tensors.get(item) == "stored":
             return [self.places[self.values[item].node].group]
         if self.tensors.get(item) == "finished":
-            return [self.places[sink].group for sink in _sinks_of(self.values[item].node)]
+            return [self.places[sink].group for sink in sinks_of(self.values[item].node)]
         if is_size_of_inputs(item):
             return []
         mask = mask_has_a_name(item)
@@ -468,7 +468,7 @@ class _Partition:
             self.steps.append(Run(item))
 
 
-def _sinks_of(value: Node) -> list[Node]:
+def sinks_of(value: Node) -> list[Node]:
     """The reductions that it is made of, if there is nothing else: no matrix, and no tensor of the graph."""
     found, stack, seen = [], [value], set()
     while stack:
