@@ -10,10 +10,13 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, note, settings
+from modules import Design, complaints, designs
 from torch import Tensor, nn
 from zoo import LAYERS, ZOO, outputs
 
 import codetta
+from codetta import dispatch
 from codetta.integrations.dynamo import backend_of
 from codetta.partition import Finish, Launch, Step
 from codetta.runtime.executor import Training
@@ -32,6 +35,13 @@ def _example() -> Any:
 
 example = _example()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@pytest.fixture
+def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan means does not depend on who runs its programs, and the reference has nothing to build."""
+    load = dispatch.load_backend
+    monkeypatch.setattr(dispatch, "load_backend", lambda name: load("reference"))
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +95,26 @@ def test_zoo(name: str, dtype: str) -> None:
         args, named = entry.example(batch, length, dtype=DTYPES[dtype])
         check(model, exact, args, named, DTYPES[dtype])
     assert len(trainings(model)) == 1, "another shape was compiled anew"
+
+
+@settings(
+    max_examples=10, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+)
+@given(designs())
+def test_random_module(by_reference: None, design: Design) -> None:
+    """Any norm, gate, rotation and order; gradients of the input and of every parameter."""
+    note(repr(design))
+    torch._dynamo.reset()
+    found = []
+    for compiled, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
+        model, x = design.module(torch.float32).to(dtype), design.tokens(torch.float32).to(dtype).requires_grad_()
+        if compiled:
+            codetta.compile(model, options=codetta.Options(leftover="graph"))
+        loss(model(x)).backward()
+        given_none = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+        found.append([x.grad, *given_none])
+    bad = complaints(*found, torch.float32)  # type: ignore[arg-type]
+    assert not bad, bad
 
 
 def stages(steps: list[Step]) -> int:
