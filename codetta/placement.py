@@ -64,7 +64,12 @@ class Placement:
     def forget(self, groups: int) -> None:
         """Take back all groups but the first few, and what was placed in the others."""
         del self.groups[groups:]
-        self.places = {value: place for value, place in self.places.items() if max(place.group, place.made) < groups}
+        # What is made of leaves alone is looked at anew: its tensors may come behind other groups now.
+        self.places = {
+            value: place
+            for value, place in self.places.items()
+            if place.group != NOWHERE and max(place.group, place.made) < groups
+        }
 
     def _find(self, value: Node) -> Place:
         if value.op == "product":

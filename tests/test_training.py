@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import oracle
 import pytest
 import torch
@@ -101,6 +102,9 @@ def test_zoo(name: str, dtype: str) -> None:
     max_examples=10, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
 )
 @given(designs())
+@hypothesis.example(  # its last norm is returned, and gets a program of its own when gradients have been read already
+    Design(norm="rms_eps_outside", mlp="plain", attention="none", rotary="none", stem=False, head=False, length=4)
+)
 def test_random_module(by_reference: None, design: Design) -> None:
     """Any norm, gate, rotation and order; gradients of the input and of every parameter."""
     note(repr(design))
@@ -113,7 +117,10 @@ def test_random_module(by_reference: None, design: Design) -> None:
         loss(model(x)).backward()
         given_none = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
         found.append([x.grad, *given_none])
-    bad = complaints(*found, torch.float32)  # type: ignore[arg-type]
+    # A gradient that is nothing but rounding errors (of attention to a single token) has no relative error.
+    sizes = [each.norm() for each in found[2]]
+    kept = [at for at, size in enumerate(sizes) if size > 1e-6 * max(sizes)]
+    bad = complaints(*([each[at] for at in kept] for each in found), torch.float32)
     assert not bad, bad
 
 
