@@ -54,7 +54,8 @@ def loss(result: Any) -> Tensor:
     """A number that depends on every output, by weights that are always the same."""
     generator = torch.Generator().manual_seed(5)
     found = [each.double() for each in outputs(result) if each.is_floating_point()]
-    return torch.stack([(x * torch.randn(x.shape, dtype=x.dtype, generator=generator)).sum() for x in found]).sum()
+    weights = [torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device) for x in found]
+    return torch.stack([(x * weight).sum() for x, weight in zip(found, weights, strict=True)]).sum()
 
 
 def gradients(model: nn.Module, call: Any, args: Any, named: Any) -> dict[str, Tensor]:
@@ -65,7 +66,7 @@ def gradients(model: nn.Module, call: Any, args: Any, named: Any) -> dict[str, T
 
 def check(model: nn.Module, exact: nn.Module, args: Any, named: Any, dtype: torch.dtype) -> None:
     """Every gradient of the compiled model against the same model's own, both against float64."""
-    wide = lambda x: x.double() if x.is_floating_point() else x  # noqa: E731
+    wide = lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
     truth = gradients(exact, exact.forward, [wide(x) for x in args], {name: wide(x) for name, x in named.items()})
     eager, ours = gradients(model, model.forward, args, named), gradients(model, model, args, named)
     assert set(ours) == set(eager) == set(truth) and truth

@@ -1,0 +1,35 @@
+"""Gradients of compiled models on the GPU: the zoo at its tiny sizes, and a Llama that the fast loops can carry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_training import check
+from zoo import ZOO
+
+import codetta
+from codetta.bench import prefill
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_zoo(name: str) -> None:
+    torch._dynamo.reset()
+    entry = ZOO[name]
+    model, exact = entry.model(torch.bfloat16, "cuda"), entry.model(torch.float64, "cuda")
+    exact.load_state_dict(model.state_dict())
+    codetta.compile(model, dynamic=False)
+    args, named = entry.example(2, 64, "cuda", torch.bfloat16)
+    check(model, exact, args, named, torch.bfloat16)
+
+
+@pytest.mark.parametrize("length", [256, 299])
+def test_llama(length: int) -> None:
+    torch._dynamo.reset()
+    device = torch.device("cuda")
+    model, exact = (prefill.build("tiny", device, dtype) for dtype in (torch.bfloat16, torch.float64))
+    exact.load_state_dict(model.state_dict())
+    codetta.compile(model)
+    named = prefill.inputs("tiny", model, device, torch.bfloat16, 3, length) | {"logits_to_keep": 0}
+    check(model, exact, (), named, torch.bfloat16)
