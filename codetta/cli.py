@@ -245,6 +245,42 @@ def block(
     finish(as_json, record.json())
 
 
+@bench_app.command()
+@reported
+def train(
+    model: Annotated[
+        list[str] | None, typer.Option(help="A published shape, such as llama-3.2-1b; may be repeated.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Give the models so many layers; default: as published.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be repeated.")] = None,
+    device: Device = "",
+    rounds: Annotated[int, typer.Option(help="Steps of each contender.")] = 10,
+    out: Annotated[Path | None, typer.Option(help="Append the record to this .jsonl file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """A forward and a backward pass of whole models: time, peak memory and loss, against eager, torch.compile and Liger."""
+    from codetta.bench.train import IMPLEMENTATIONS, measure_train
+
+    where = pick_device(device)
+    names = model or (["llama-3.2-1b"] if where.type == "cuda" else ["tiny"])
+    console, record = screen(as_json), Record("train", device_name(where), "codetta " + " ".join(sys.argv[1:]))
+    with bar("models", len(names)) as advance:
+        for name in names:
+            rows = measure_train(name, where, tuple(only or IMPLEMENTATIONS), layers, rounds)
+            record.rows += rows
+            advance(name)
+            if out is not None:
+                record.part(rows).append_to(out)
+    table = Table(title=f"{record.device}, {record.date}", caption="forward and backward")
+    for column in ("model", "tokens", "contender", "ms", "GiB", "loss"):
+        table.add_column(column, justify="left" if column in ("model", "contender") else "right")
+    for row in record.rows:
+        gib = f"{row['gib']:.2f}" if "gib" in row else ""
+        table.add_row(row["model"], str(row["tokens"]), row["impl"], f"{row['ms']:.2f}", gib, f"{row['loss']:.4f}")
+    console.print(table)
+    finish(as_json, record.json())
+
+
 def block_table(record: Record) -> Table:
     table = Table(title=f"{record.device}, {record.date}", caption="ms; x: how many times faster ours is")
     names = list(dict.fromkeys(row["impl"] for row in record.rows))

@@ -1,0 +1,102 @@
+"""`codetta bench train`: a forward and a backward pass of a published shape, against the peers: time, memory, loss."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import codetta
+from codetta.bench.prefill import SHAPES, build
+from codetta.bench.run import Row
+from codetta.errors import ArgumentError
+
+IMPLEMENTATIONS = ("eager", "compile", "liger", "liger-compile", "codetta")
+
+
+def measure_train(
+    name: str,
+    device: torch.device,
+    implementations: tuple[str, ...] = IMPLEMENTATIONS,
+    layers: int = 0,
+    rounds: int = 10,
+) -> list[Row]:
+    """One row for each contender: the median time of a step without the optimiser, peak memory on a GPU, and the loss."""
+    unknown = [each for each in implementations if each not in IMPLEMENTATIONS]
+    if unknown:
+        raise ArgumentError("only", f"{unknown[0]!r} is no contender", f"use some of {', '.join(IMPLEMENTATIONS)}")
+    if name in SHAPES and not SHAPES[name].model.endswith(("CausalLM", "LMHeadModel")):
+        raise ArgumentError("model", f"{name!r} has no loss of its own", "use a causal language model")
+    gpu = device.type == "cuda"
+    model = build(name, device, torch.bfloat16, layers)
+    shape = SHAPES[name]
+    batch, length = (shape.batch, shape.length) if gpu else (2, 64)
+    tokens = torch.randint(0, model.config.vocab_size, (batch, length), device=device)
+    steps = {each: _step(made, tokens) for each in implementations if (made := _contender(each, model)) is not None}
+    losses = {each: step() for each, step in steps.items()}  # compiles, too
+    times, memory = _turns(steps, device, rounds)
+    rows: list[Row] = []
+    for each in steps:
+        row: Row = {"model": name, "layers": model.config.num_hidden_layers, "tokens": batch * length, "impl": each}
+        row |= {"ms": round(times[each], 3), "loss": round(losses[each], 5)}
+        if gpu:
+            row["gib"] = round(memory[each] / 2**30, 3)
+        rows.append(row)
+    del model, steps
+    gc.collect()
+    torch._dynamo.reset()
+    return rows
+
+
+def _contender(name: str, model: Any) -> Any:
+    """The model as somebody runs it; parameters are shared, but for Liger, which changes the modules. None: not installed here."""
+    if name.startswith("liger"):
+        try:
+            from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+        except ImportError:
+            return None
+        changed = copy.deepcopy(model)
+        _apply_liger_kernel_to_instance(changed)
+        return torch.compile(changed, dynamic=False) if name.endswith("compile") else changed
+    if name == "compile":
+        return torch.compile(copy.copy(model), dynamic=False)
+    if name == "codetta":
+        return codetta.compile(copy.copy(model))
+    return model
+
+
+def _step(model: Any, tokens: torch.Tensor) -> Callable[[], float]:
+    def step() -> float:
+        model.zero_grad(set_to_none=True)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        return float(loss.detach())
+
+    return step
+
+
+def _turns(
+    steps: dict[str, Callable[[], float]], device: torch.device, rounds: int
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Milliseconds (median) and bytes (most) of each, in an order that changes from round to round."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    memory = dict.fromkeys(steps, 0)
+    order, shuffle = list(steps), random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for name in order:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            begin = time.perf_counter()
+            steps[name]()  # ends with a number on the host: everything is done
+            times[name].append((time.perf_counter() - begin) * 1000)
+            if device.type == "cuda":
+                memory[name] = max(memory[name], torch.cuda.max_memory_allocated())
+    return {name: statistics.median(each) for name, each in times.items()}, memory
