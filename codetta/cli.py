@@ -32,6 +32,7 @@ from codetta.bench.run import (
     KernelBench,
     Record,
     Row,
+    ceilings,
     device_name,
     geometric_means,
     run_kernels,
@@ -264,6 +265,7 @@ def train(
     where = pick_device(device)
     names = model or (["llama-3.2-1b"] if where.type == "cuda" else ["tiny"])
     console, record = screen(as_json), Record("train", device_name(where), "codetta " + " ".join(sys.argv[1:]))
+    record.ceilings = ceilings(where)
     with bar("models", len(names)) as advance:
         for name in names:
             rows = measure_train(name, where, tuple(only or IMPLEMENTATIONS), layers, rounds)
