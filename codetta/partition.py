@@ -349,7 +349,7 @@ class _Partition:
             if not tiles:
                 raise PartitionError(group, Reason("program", "it reads no matrix with as many rows"))
             return sources[tiles[0]]
-        if is_tensor_of_graph(base):
+        if is_tensor_of_graph(base) and self._leaf_dtype(base.args[0]) == group.dtype:
             base = base.args[0]
         if base.op == "load":
             leaf = self.graph.leaves[base.attr("name")]
@@ -359,6 +359,9 @@ class _Partition:
             self._need_stored(base, group.dtype)
             return Source("stored", value=base, dtype=group.dtype)
         raise AssertionError(f"{base} is the left operand of a product and exists nowhere")
+
+    def _leaf_dtype(self, load: Node) -> torch.dtype:
+        return self.graph.leaves[load.attr("name")].operand.dtype
 
     def _launch(self, group: Group) -> Launch:
         a, sources, operands, written = self._sources(group)

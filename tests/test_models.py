@@ -307,6 +307,19 @@ def test_weights_lie_as_they_do(layout: str) -> None:
     assert launches(executors(model)[0])
 
 
+def test_autocast_behind_the_first_norm() -> None:
+    """The norm reads float32, the product that it is moved behind multiplies bf16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32))
+    codetta.compile(model)
+    x = torch.randn(3, 5, 32) * 3 + 1
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, eager = model(x), model.forward(x)
+    exact = model.double().forward(x.double())
+    bad = complaints([ours], [eager], [exact], torch.bfloat16)
+    assert not bad, bad
+
+
 def test_other_dtype_and_back(by_reference: None) -> None:
     design = Design(bias=True, norm="layer")
     model = codetta.compile(design.module(torch.float32))

@@ -15,7 +15,7 @@ import codetta as ct
 from codetta import Reason, dispatch
 from codetta.backends import reference
 
-A, W = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)), torch.randn(12, 5)
+A, W = (torch.randn(rows, 5, generator=torch.Generator().manual_seed(rows)) for rows in (7, 12))
 
 
 class Wrong:
