@@ -5,7 +5,7 @@
     capture/      what depends on a matrix product becomes values on token matrices; laws (rewrite/) are applied on the way
     placement     which program computes which value; what is known too late for any is left to the graph
     partition     what each program reads and stores, and the order of launches
-    runtime/      kernels built side by side, the plan as one Python function; dispatch.py picks the backend of each program
+    runtime/      kernels built side by side, the plan as one Python function, or two with gradients; dispatch.py picks the backend of each program
 
 A Program is data (program.py). A function of the accumulator, written by hand, becomes one too: dsl.py, trace.py, call.py.
 Dynamo hands over the graphs, see integrations/dynamo.py.

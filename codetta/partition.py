@@ -323,11 +323,12 @@ class _Partition:
         group = self.places[value].group
         if any(value is stored for stored, _ in self.needs[group].stores):
             return False
+        mine = lambda each: OPS[each.op].shape == "elementwise" and self.places[each].group == group  # noqa: E731
         frontier = {value}
-        for each in reversed(topological([value])):
+        for each in reversed(topological([value], mine)):
             if each not in frontier:
                 continue
-            if OPS[each.op].shape != "elementwise" or self.places[each].group != group:
+            if not mine(each):
                 return False
             frontier.remove(each)
             frontier |= {arg for arg in each.args if arg.space.cols and arg.space.rows}

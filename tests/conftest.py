@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -24,3 +25,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 # Workers that each start a thread per core stand in one another's way; one process by itself may have them all.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan means does not depend on who runs its programs, and the reference has nothing to build."""
+    from codetta import dispatch  # not before the settings above
+
+    load = dispatch.load_backend
+    monkeypatch.setattr(dispatch, "load_backend", lambda name: load("reference"))

@@ -42,13 +42,6 @@ def _fresh_dynamo() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plan means does not depend on who runs its programs, and the reference has nothing to build."""
-    load = dispatch.load_backend
-    monkeypatch.setattr(dispatch, "load_backend", lambda name: load("reference"))
-
-
 def executors(model: nn.Module) -> list[Executor]:
     backend = backend_of(model)
     assert backend is not None

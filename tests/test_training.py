@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from zoo import LAYERS, ZOO, outputs
 
 import codetta
-from codetta import dispatch
 from codetta.integrations.dynamo import backend_of
 from codetta.partition import Finish, Launch, Step
 from codetta.runtime.executor import Training
@@ -36,13 +35,6 @@ def _example() -> Any:
 
 example = _example()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@pytest.fixture
-def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plan means does not depend on who runs its programs, and the reference has nothing to build."""
-    load = dispatch.load_backend
-    monkeypatch.setattr(dispatch, "load_backend", lambda name: load("reference"))
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +82,7 @@ def trainings(model: nn.Module) -> list[Training]:
 def test_zoo(name: str, dtype: str) -> None:
     """For two ragged shapes out of one compilation."""
     entry = ZOO[name]
-    model, exact = entry.model(DTYPES[dtype]), entry.model(torch.float64)
-    exact.load_state_dict(model.state_dict())
+    model, exact = entry.pair(DTYPES[dtype])
     codetta.compile(model, dynamic=True, options=codetta.Options(leftover="graph"))
     for batch, length in ((2, 12), (3, 7)):
         args, named = entry.example(batch, length, dtype=DTYPES[dtype])

@@ -49,6 +49,12 @@ class Entry:
             parameter.data = parameter.data.to(dtype)
         return model.eval().to(device)
 
+    def pair(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[nn.Module, nn.Module]:
+        """The model, and the same with the very same weights in float64."""
+        model, exact = self.model(dtype, device), self.model(torch.float64, device)
+        exact.load_state_dict(model.state_dict())
+        return model, exact
+
     def example(
         self,
         batch: int = 2,

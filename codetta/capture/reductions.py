@@ -35,9 +35,9 @@ def reduce(op: At) -> Value:
 def reduced(op: At, value: Value, over: list[int], keep: bool, packet: Any) -> Value:
     columns = views.factors(value.dims, "col")
     mine = [factor for at in over for factor in value.dims[at]]
+    dims = tuple(() if at in over else dim for at, dim in enumerate(value.dims) if keep or at not in over)
     if mine and mine == views.factors(value.dims, "row") and packet is aten.sum:
-        kept = [() if at in over else dim for at, dim in enumerate(value.dims) if keep or at not in over]
-        return Value(column_sum(op, value).node, tuple(kept))
+        return Value(column_sum(op, value).node, dims)
     if not mine or any(factor.kind == "row" for factor in mine):
         raise RefusedError("reduces rows")
     if columns[-len(mine) :] != mine:
@@ -58,9 +58,6 @@ def reduced(op: At, value: Value, over: list[int], keep: bool, packet: Any) -> V
         else:
             total = dsl.group_max(x, width) if packet is aten.amax else dsl.group_sum(x, width)
         result = _number(total.node, factor)
-    dims = tuple(() if at in over else dim for at, dim in enumerate(value.dims))
-    if not keep:
-        dims = tuple(dim for at, dim in enumerate(dims) if at not in over)
     return Value(result, dims)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import fx
 
 from codetta.capture.graph import Graph
 from codetta.capture.kinds import is_tangent, packet_of
-from codetta.ir.graph import Node
+from codetta.ir.graph import Node, unstaged
 from codetta.ir.view import same
 from codetta.rewrite.scale import affine_form
 
@@ -26,9 +26,10 @@ def row_scale_crosses(graph: Graph) -> bool:
     Tells whether the graph was changed: then it must be read again.
     """
     changed = False
+    scaled: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
     for each in list(graph.nodes.nodes):
         if packet_of(each) is aten.mm and each not in graph.values:
-            changed |= _Site(graph, each).rewrite()
+            changed |= _Site(graph, each, scaled).rewrite()
     if changed:
         graph.nodes.eliminate_dead_code()
     return changed
@@ -57,10 +58,10 @@ def gradients_look_again(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None
 
 
 class _Site:
-    """One product dzᵀ n."""
+    """One product dzᵀ n. `scaled`: what has been made of gradients and scales already."""
 
-    def __init__(self, graph: Graph, at: fx.Node) -> None:
-        self.graph, self.at = graph, at
+    def __init__(self, graph: Graph, at: fx.Node, scaled: dict[tuple[fx.Node, fx.Node], fx.Node]) -> None:
+        self.graph, self.at, self.scaled = graph, at, scaled
 
     def rewrite(self) -> bool:
         left, right = self.at.args
@@ -69,8 +70,7 @@ class _Site:
         value = self.graph.values.get(right)
         if dz is None or value is None or right.meta["val"].dtype == torch.float16:
             return False
-        norm = value.node.args[0] if value.node.op == "stage" else value.node
-        affine = affine_form(norm, self.graph.placement.is_late)
+        affine = affine_form(unstaged(value.node), self.graph.placement.is_late)
         if affine.scale is None or not affine.scale.space.rows or affine.terms:
             return False
         scale, gain = self._tensor(affine.scale), self._gain(affine.gain)
@@ -87,8 +87,11 @@ class _Site:
         """A tensor of the graph that is this value."""
         for each, known in self.graph.values.items():
             tensor = each.meta["val"]
-            inner = known.node.args[0] if known.node.op == "stage" else known.node
-            if value in (known.node, inner) and (dtype is None or tensor.dtype == dtype) and tensor.dim() > 1:
+            if (
+                value in (known.node, unstaged(known.node))
+                and (dtype is None or tensor.dtype == dtype)
+                and tensor.dim() > 1
+            ):
                 return each
         return None
 
@@ -99,54 +102,46 @@ class _Site:
         return leaf.source if leaf.start is None and not leaf.operand.period else None
 
     def _write(self, dz: fx.Node, scale: fx.Node, base: fx.Node, gain: fx.Node | None, width: int) -> None:
-        nodes, dtype = self.graph.nodes, dz.meta["val"].dtype
-        scaled = self._scaled(dz, scale)
-        with nodes.inserting_before(self.at):
-            rows = _call(nodes, aten.view.default, (base, [-1, width]), lambda: base.meta["val"].reshape(-1, width))
-            turned = _call(nodes, aten.t.default, (scaled,), lambda: scaled.meta["val"].t())
-            result = _call(nodes, aten.mm.default, (turned, rows), lambda: self.at.meta["val"])
+        scaled, value = self._scaled(dz, scale), self.at.meta["val"]
+        with self.graph.nodes.inserting_before(self.at):
+            rows = self._add(aten.view.default, base, [-1, width], val=base.meta["val"].reshape(-1, width))
+            turned = self._add(aten.t.default, scaled, val=scaled.meta["val"].t())
+            result = self._add(aten.mm.default, turned, rows, val=value)
             if gain is not None:
-                plain = _call(nodes, aten.mul.Tensor, (result, gain), lambda: result.meta["val"] * gain.meta["val"])
-                result = _call(nodes, aten._to_copy.default, (plain,), lambda: self.at.meta["val"], dtype=dtype)
+                wide = self._add(aten.mul.Tensor, result, gain, val=value * gain.meta["val"])
+                result = self._add(aten._to_copy.default, wide, val=value, dtype=value.dtype)
         self.at.replace_all_uses_with(result)
 
     def _scaled(self, dz: fx.Node, scale: fx.Node) -> fx.Node:
         """r ⊙ dz, once; products with dz take it as well."""
-        nodes, dtype = self.graph.nodes, dz.meta["val"].dtype
-        known = dz.meta.setdefault("codetta_scaled", {})
-        if scale in known:
-            return known[scale]
-        users = list(dz.users)
-        later = next(each for each in reversed(nodes.nodes) if each in (dz, scale))
-        with nodes.inserting_after(later):
-            column = nodes.call_function(aten.view.default, (scale, [-1, 1]))
-        column.meta["val"] = scale.meta["val"].reshape(-1, 1)
-        with nodes.inserting_after(column):
-            wide = nodes.call_function(aten.mul.Tensor, (dz, column))
-        wide.meta["val"] = dz.meta["val"] * column.meta["val"]
-        with nodes.inserting_after(wide):
-            made = nodes.call_function(aten._to_copy.default, (wide,), {"dtype": dtype})
-        made.meta["val"] = dz.meta["val"]
-        known[scale] = made
+        if (dz, scale) in self.scaled:
+            return self.scaled[dz, scale]
+        users, value = list(dz.users), dz.meta["val"]
+        later = next(each for each in reversed(self.graph.nodes.nodes) if each in (dz, scale))
+        with self.graph.nodes.inserting_before(later.next):
+            column = self._add(aten.view.default, scale, [-1, 1], val=scale.meta["val"].reshape(-1, 1))
+            wide = self._add(aten.mul.Tensor, dz, column, val=value * column.meta["val"])
+            made = self._add(aten._to_copy.default, wide, val=value, dtype=value.dtype)
+        self.scaled[dz, scale] = made
         for user in users:
             if packet_of(user) is aten.mm and user.args[0] is dz and user.args[1] is not dz:
-                self._divide(user, dz, made, column)
+                self._divide(user, made, column)
         return made
 
-    def _divide(self, product: fx.Node, dz: fx.Node, scaled: fx.Node, column: fx.Node) -> None:
+    def _divide(self, product: fx.Node, scaled: fx.Node, column: fx.Node) -> None:
         """dz Wᵀ = (r ⊙ dz) Wᵀ / r"""
-        nodes, value = self.graph.nodes, product.meta["val"]
         product.args = (scaled, product.args[1])
-        with nodes.inserting_after(product):
-            inverse = nodes.call_function(aten.reciprocal.default, (column,))
-        inverse.meta["val"] = column.meta["val"].reciprocal()
-        with nodes.inserting_after(inverse):
-            wide = nodes.call_function(aten.mul.Tensor, (product, inverse))
-        wide.meta["val"] = value * inverse.meta["val"]
-        with nodes.inserting_after(wide):
-            result = nodes.call_function(aten._to_copy.default, (wide,), {"dtype": value.dtype})
-        result.meta["val"] = value
+        value = product.meta["val"]
+        with self.graph.nodes.inserting_before(product.next):
+            inverse = self._add(aten.reciprocal.default, column, val=column.meta["val"].reciprocal())
+            wide = self._add(aten.mul.Tensor, product, inverse, val=value * inverse.meta["val"])
+            result = self._add(aten._to_copy.default, wide, val=value, dtype=value.dtype)
         product.replace_all_uses_with(result, delete_user_cb=lambda user: user is not wide)
+
+    def _add(self, target: Any, *args: Any, val: Any, **kwargs: Any) -> fx.Node:
+        made = self.graph.nodes.call_function(target, args, kwargs)
+        made.meta["val"] = val
+        return made
 
 
 def _transposed(each: fx.Node) -> fx.Node | None:
@@ -156,9 +151,3 @@ def _transposed(each: fx.Node) -> fx.Node | None:
         packet_of(each) in (aten.permute, aten.transpose) and each.meta["val"].dim() == 2
     )
     return source if turned and isinstance(source, fx.Node) else None
-
-
-def _call(nodes: fx.Graph, target: Any, args: tuple[Any, ...], value: Callable[[], Any], **kwargs: Any) -> fx.Node:
-    made = nodes.call_function(target, args, kwargs)
-    made.meta["val"] = value()
-    return made

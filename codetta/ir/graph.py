@@ -103,20 +103,31 @@ def rebuilt(old: Node, args: tuple[Node, ...]) -> Node:
     return node(old.op, *args, space=space, **attrs)
 
 
-def topological(roots: Iterable[Node]) -> list[Node]:
-    """Every node that the roots need, arguments before users, in an order that depends on the graph alone."""
+def unstaged(value: Node) -> Node:
+    """What a stage makes: having a program of its own changes no value."""
+    return value.args[0] if value.op == "stage" else value
+
+
+def topological(roots: Iterable[Node], within: Callable[[Node], bool] | None = None) -> list[Node]:
+    """Every node that the roots need, arguments before users, in an order that depends on the graph alone.
+
+    within: whose arguments are looked at; others are the last on their way.
+    """
     order: list[Node] = []
     seen: set[int] = set()
 
+    def below(each: Node) -> Iterator[Node]:
+        return iter(each.args if within is None or within(each) else ())
+
     def visit(root: Node) -> None:
-        stack: list[tuple[Node, Iterator[Node]]] = [(root, iter(root.args))]
+        stack: list[tuple[Node, Iterator[Node]]] = [(root, below(root))]
         seen.add(id(root))
         while stack:
             current, pending = stack[-1]
             for arg in pending:
                 if id(arg) not in seen:
                     seen.add(id(arg))
-                    stack.append((arg, iter(arg.args)))
+                    stack.append((arg, below(arg)))
                     break
             else:
                 order.append(current)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from codetta.ir.graph import Node, Space, node
+from codetta.ir.graph import Node, Space, node, unstaged
 from codetta.rewrite.scale import ONE, Affine, affine_form
 
 
@@ -76,8 +76,7 @@ def _moved(product: Node, rest: Node, uses: Sequence[Use]) -> Moved | None:
         if not rest.space.rows:
             row = node("vector", rest, space=space, weight=use.weight, dtype=product.attr("dtype"))
             return Moved(ONE, ((dz, row),))
-        # What has a program of its own is still what it was.
-        known = affine_form(use.left.args[0] if use.left.op == "stage" else use.left)
+        known = affine_form(unstaged(use.left))
         left_out = _without(known, wanted)
         if left_out is None:
             continue
@@ -93,12 +92,10 @@ def _without(whole: Affine, part: Affine) -> list[Node | None] | None:
     """Vectors that the whole has and the part lacks, if that and a scale for each row is all that distinguishes them."""
     if whole.base is not part.base or whole.gain is not part.gain:
         return None
-    if part.terms and whole.scale is not part.scale:
-        return None  # its terms are scaled, too
+    if whole.terms and whole.scale is not part.scale:
+        return None  # the terms are scaled, too
     missing = [term for term in whole.terms if term not in part.terms]
     if len(missing) + len(part.terms) != len(whole.terms) or any(factor is not None for factor, _ in missing):
-        return None
-    if missing and whole.scale is not part.scale:
         return None
     return [vector for _, vector in missing]
 

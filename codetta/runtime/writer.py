@@ -25,8 +25,6 @@ from codetta.stat import Stat
 aten = torch.ops.aten
 # Who compiles a region that no program covers; None: it is not worth it.
 CompileRegion = Callable[[fx.GraphModule], Callable[..., Any] | None]
-
-
 VARIABLE = re.compile(r"\b(?:v_\w+|p\d+_\w+|m\d+)\b")
 
 

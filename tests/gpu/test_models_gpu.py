@@ -36,8 +36,7 @@ def test_zoo(name: str) -> None:
     """Few rows, which any loop may carry, and more, where a slow one must give way."""
     torch._dynamo.reset()
     entry = ZOO[name]
-    model, exact = entry.model(torch.bfloat16, "cuda"), entry.model(torch.float64, "cuda")
-    exact.load_state_dict(model.state_dict())
+    model, exact = entry.pair(torch.bfloat16, "cuda")
     codetta.compile(model, dynamic=False)
     for batch, length in ((2, 12), (3, 67)):
         args, named = entry.example(batch, length, "cuda", torch.bfloat16)

@@ -17,8 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU he
 def test_zoo(name: str) -> None:
     torch._dynamo.reset()
     entry = ZOO[name]
-    model, exact = entry.model(torch.bfloat16, "cuda"), entry.model(torch.float64, "cuda")
-    exact.load_state_dict(model.state_dict())
+    model, exact = entry.pair(torch.bfloat16, "cuda")
     codetta.compile(model, dynamic=False)
     args, named = entry.example(2, 64, "cuda", torch.bfloat16)
     check(model, exact, args, named, torch.bfloat16)
