@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from codetta.capture import Graph, Value
 from codetta.capture.at import is_whole
@@ -21,8 +21,11 @@ from codetta.capture.kinds import is_attention, is_random, is_size, is_size_of_i
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import OPS, is_sink
+from codetta.ir.view import hint
 from codetta.placement import Group
 from codetta.program import Operand, Piece, Product, Program, Store, acc_node, assemble, load_node
+
+SMALL = 1 << 20  # elements of a tensor that is kept for all calls of a size
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +104,7 @@ class Fixed:
     """Operators whose results depend on sizes and parameters alone: tables of positions. The same at every call of a size."""
 
     makes: Region
+    lasting: bool  # no parameter comes into it
 
 
 Step = Launch | Present | Finish | Run | Region | Mask | Fixed
@@ -180,10 +184,8 @@ class _Partition:
         }
         # Whoever is given a tensor may write to it.
         given = {origin(each) for each in wanted}
-        parameters = {each for each in self.graph.constant if each.op == "placeholder"}
-        first, second = (
-            _gathered(half, read, parameters, given) for half in (self.steps[:forward], self.steps[forward:])
-        )
+        gather = _Gather(self.graph, read, given)
+        first, second = (gather(half) for half in (self.steps[:forward], self.steps[forward:]))
         return Plan(first + second, self.graph, len(first))
 
     def _close(self, wanted: list[fx.Node]) -> None:
@@ -494,42 +496,60 @@ def is_tensor_of_graph(value: Node) -> bool:
     return value.op == "stage" and value.args[0].op == "load"
 
 
-def _gathered(steps: list[Step], read: set[fx.Node], parameters: set[fx.Node], given: set[fx.Node]) -> list[Step]:
+class _Gather:
     """Operators of the graph that follow each other as regions, where there are at least two that compute something.
 
     `read`: what programs read. `given`: what is handed out, and must be made anew at every call.
     """
-    result: list[Step] = []
-    run: list[fx.Node] = []
-    for step in [*steps, None]:
-        if isinstance(step, Present | Finish) or (isinstance(step, Run) and is_size_of_inputs(step.target)):
-            result.append(step)  # needs nothing but a launch, and those stand before it already
-            continue
-        if isinstance(step, Run) and not is_attention(step.target) and not _is_item_of_attention(step.target):
-            run.append(step.target)
-            continue
-        fixed = _fixed(run, parameters, given)
-        if fixed:
-            result.append(Fixed(_region(fixed, read)))
-            run = [each for each in run if each not in set(fixed)]
-        if sum(not is_view(each) for each in run) >= 2:
-            result.append(_region(run, read))
-        else:
-            result += [Run(each) for each in run]
-        run = []
-        if step is not None:
-            result.append(step)
-    return result
+
+    def __init__(self, graph: Graph, read: set[fx.Node], given: set[fx.Node]) -> None:
+        self.read, self.given = read, given
+        # What sizes alone decide outlives a change of the parameters: it is kept apart from what those decide, too.
+        self.sized = {each for each in graph.nodes.find_nodes(op="get_attr") if isinstance(each.meta.get("val"), Tensor)}
+        self.fixed = self.sized | {each for each in graph.constant if each.op == "placeholder"}
+
+    def __call__(self, steps: list[Step]) -> list[Step]:
+        result: list[Step] = []
+        run: list[fx.Node] = []
+        for step in [*steps, None]:
+            if isinstance(step, Present | Finish) or (isinstance(step, Run) and is_size_of_inputs(step.target)):
+                result.append(step)  # needs nothing but a launch, and those stand before it already
+                continue
+            if isinstance(step, Run) and not is_attention(step.target) and not _is_item_of_attention(step.target):
+                run.append(step.target)
+                continue
+            for known in (self.sized, self.fixed):
+                found = self._decided_by(known, run)
+                if found:
+                    result.append(Fixed(_region(found, self.read), lasting=known is self.sized))
+                    run = [each for each in run if each not in set(found)]
+                    known |= set(found)
+                    self.fixed |= set(found)
+            if sum(not is_view(each) for each in run) >= 2:
+                result.append(_region(run, self.read))
+            else:
+                result += [Run(each) for each in run]
+            run = []
+            if step is not None:
+                result.append(step)
+        return result
+
+    def _decided_by(self, known: set[fx.Node], nodes: list[fx.Node]) -> list[fx.Node]:
+        """Those that depend on sizes and on what is known, where there are at least two that compute something.
+
+        Large ones are left to their readers: a mask is made faster where it is used than it is read.
+        """
+        found: list[fx.Node] = []
+        for each in nodes:
+            decided = all(arg in known or arg in found or is_size(arg) for arg in each.all_input_nodes)
+            if decided and not is_random(each) and each not in self.given and _is_small(each):
+                found.append(each)
+        return found if sum(not is_view(each) for each in found) >= 2 else []
 
 
-def _fixed(nodes: list[fx.Node], parameters: set[fx.Node], given: set[fx.Node]) -> list[fx.Node]:
-    """Those that depend on sizes and parameters alone, where there are at least two that compute something."""
-    fixed: list[fx.Node] = []
-    for each in nodes:
-        known = [arg in parameters or arg in fixed or is_size(arg) for arg in each.all_input_nodes]
-        if all(known) and not is_random(each) and each not in given:
-            fixed.append(each)
-    return fixed if sum(not is_view(each) for each in fixed) >= 2 else []
+def _is_small(each: fx.Node) -> bool:
+    value = each.meta.get("val")
+    return not isinstance(value, Tensor) or math.prod(hint(size) for size in value.shape) <= SMALL
 
 
 def origin(each: fx.Node) -> fx.Node:

@@ -34,13 +34,14 @@ def measure_train(
     if name in SHAPES and not SHAPES[name].model.endswith(("CausalLM", "LMHeadModel")):
         raise ArgumentError("model", f"{name!r} has no loss of its own", "use a causal language model")
     gpu = device.type == "cuda"
-    model = build(name, device, torch.bfloat16, layers)
+    model = build(name, device, torch.bfloat16, layers).train()  # Liger leaves out the logits only here
     shape = SHAPES[name]
     batch, length = (shape.batch, shape.length) if gpu else (2, 64)
     tokens = torch.randint(0, model.config.vocab_size, (batch, length), device=device)
-    steps = {each: _step(made, tokens) for each in implementations if (made := _contender(each, model)) is not None}
+    models = {each: made for each in implementations if (made := _contender(each, model)) is not None}
+    steps = {each: _step(made, tokens) for each, made in models.items()}
     losses = {each: step() for each, step in steps.items()}  # compiles, too
-    times, memory = _turns(steps, device, rounds)
+    times, memory = _turns(models, steps, device, rounds)
     rows: list[Row] = []
     for each in steps:
         row: Row = {"model": name, "layers": model.config.num_hidden_layers, "tokens": batch * length, "impl": each}
@@ -48,7 +49,7 @@ def measure_train(
         if gpu:
             row["gib"] = round(memory[each] / 2**30, 3)
         rows.append(row)
-    del model, steps
+    del model, models, steps
     gc.collect()
     torch._dynamo.reset()
     return rows
@@ -73,7 +74,6 @@ def _contender(name: str, model: Any) -> Any:
 
 def _step(model: Any, tokens: torch.Tensor) -> Callable[[], float]:
     def step() -> float:
-        model.zero_grad(set_to_none=True)
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         return float(loss.detach())
@@ -82,21 +82,29 @@ def _step(model: Any, tokens: torch.Tensor) -> Callable[[], float]:
 
 
 def _turns(
-    steps: dict[str, Callable[[], float]], device: torch.device, rounds: int
+    models: dict[str, Any], steps: dict[str, Callable[[], float]], device: torch.device, rounds: int
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Milliseconds (median) and bytes (most) of each, in an order that changes from round to round."""
+    """Milliseconds (median) of each, in an order that changes from round to round, and the bytes it needs at most.
+
+    Bytes are those of a process that has this contender alone: its parameters, and what a step adds to all that is there.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     memory = dict.fromkeys(steps, 0)
     order, shuffle = list(steps), random.Random(0).shuffle
     for _ in range(rounds):
         shuffle(order)
         for name in order:
+            for model in models.values():
+                model.zero_grad(set_to_none=True)
+            before = 0
             if device.type == "cuda":
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
             begin = time.perf_counter()
             steps[name]()  # ends with a number on the host: everything is done
             times[name].append((time.perf_counter() - begin) * 1000)
             if device.type == "cuda":
-                memory[name] = max(memory[name], torch.cuda.max_memory_allocated())
+                own = sum(each.nbytes for each in models[name].parameters())
+                memory[name] = max(memory[name], torch.cuda.max_memory_allocated() - before + own)
     return {name: statistics.median(each) for name, each in times.items()}, memory

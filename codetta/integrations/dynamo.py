@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 from torch._guards import TracingContext
+from torch.utils import _pytree as pytree
 
 from codetta.capture.attention import stays_whole
 from codetta.capture.kinds import is_view
@@ -216,8 +217,10 @@ def by_inductor(region: fx.GraphModule) -> Callable[..., Any]:
     inputs = [each.meta["val"] for each in region.graph.nodes if each.op == "placeholder"]
     decomposed = make_fx(region, decomposition_table=select_decomp_table())(*inputs)
     (output,) = decomposed.graph.find_nodes(op="output")
+    flat, structure = pytree.tree_flatten(output.args[0])  # operators with several results are given as tuples
+    output.args = (tuple(flat),)
     # Everything is visible: others go on with these results and expect their strides as the graph has them, not padded.
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    output.meta["user_visible_output_idxs"] = list(range(len(flat)))
     context = TracingContext.try_get()
     # Inductor reports the strides of its outputs as those of the whole graph, of which this is a part.
     reported = context.output_strides if context is not None else None
@@ -230,7 +233,7 @@ def by_inductor(region: fx.GraphModule) -> Callable[..., Any]:
             context.output_strides = reported
 
     def run(*args: Any) -> Any:
-        return compiled(list(args))  # Inductor clears the list that it is given
+        return pytree.tree_unflatten(compiled(list(args)), structure)  # Inductor clears the list that it is given
 
     return run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,27 +14,34 @@ MOST = 64 << 20  # bytes that are kept
 
 @dataclass
 class Sized:
-    """Tensors made of sizes and parameters alone, such as tables of positions. The last ones are kept, unless they are large."""
+    """Tensors made of sizes and parameters alone, such as tables of positions. The last ones are kept, unless they are large.
+
+    lasting: no parameter comes into them, so that a CUDA graph may go on reading what it has seen.
+    """
 
     make: Callable[..., tuple[Any, ...]]
+    lasting: bool = False
     key: tuple[object, ...] | None = None
     made: tuple[Any, ...] = ()
+    recorded: list[tuple[Any, ...]] = field(default_factory=list)  # what CUDA graphs read: never dropped
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        if capturing():
+        if capturing() and not self.lasting:
             return self.make(*inputs)
         key = tuple(state_of(each) if isinstance(each, Tensor) else each for each in inputs)
         if key == self.key:
+            if capturing():
+                self.recorded.append(self.made)
             return self.made
         made = self.make(*inputs)
         tensors = [each for each in made if isinstance(each, Tensor)]
-        if sum(each.untyped_storage().nbytes() for each in tensors) <= MOST:
+        if not capturing() and sum(each.untyped_storage().nbytes() for each in tensors) <= MOST:
             self.key, self.made = key, made
         return made
 
 
 def capturing() -> bool:
-    """Whether launches are recorded into a CUDA graph, which must own what it reads: we may drop it when sizes change."""
+    """Whether launches are recorded into a CUDA graph: it will read the same memory again, and compute what it is to see anew."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

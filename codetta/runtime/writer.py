@@ -169,7 +169,7 @@ class Writer:
         return Line(f"{self.object(made)}({sizes})", self.variable(step.target), again=True)
 
     def _fixed(self, step: Fixed) -> Line:
-        made = self.object(Sized(self._module(step.makes)))
+        made = self.object(Sized(self._module(step.makes), step.lasting))
         inputs = ", ".join(self.variable(each) for each in step.makes.inputs)
         return Line(f"{made}({inputs})", self._results(step.makes), again=True)
 
