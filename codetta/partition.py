@@ -505,7 +505,9 @@ class _Gather:
     def __init__(self, graph: Graph, read: set[fx.Node], given: set[fx.Node]) -> None:
         self.read, self.given = read, given
         # What sizes alone decide outlives a change of the parameters: it is kept apart from what those decide, too.
-        self.sized = {each for each in graph.nodes.find_nodes(op="get_attr") if isinstance(each.meta.get("val"), Tensor)}
+        self.sized = {
+            each for each in graph.nodes.find_nodes(op="get_attr") if isinstance(each.meta.get("val"), Tensor)
+        }
         self.fixed = self.sized | {each for each in graph.constant if each.op == "placeholder"}
 
     def __call__(self, steps: list[Step]) -> list[Step]:

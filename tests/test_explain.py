@@ -19,7 +19,7 @@ from codetta.laws import laws
 from codetta.partition import Launch, Mask
 from codetta.runtime import launch as launching
 from codetta.runtime import writer
-from codetta.runtime.attention import CAUSAL, FULL, SizedMask, name_of
+from codetta.runtime.masks import CAUSAL, FULL, SizedMask, name_of
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -2,61 +2,52 @@
 
 PyTorch takes scaled_dot_product_attention apart while it traces, into whatever kernel suits what it sees then: a causal mask as a
 matrix hides that half of the work need not be done, and some masks lead to three products in full precision. Here it stays whole until
-it runs, and what its mask is called is known (runtime/attention.py).
+it runs (codetta/attention.py), and what its mask is called is known (runtime/masks.py).
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.nn import functional as F
+from torch import fx
 
+import codetta.attention  # noqa: F401 (its operators)
 from codetta.capture.kinds import packet_of
 
-aten = torch.ops.aten
-MASK, GROUPED = 3, 6  # positions among the arguments
+aten, ours = torch.ops.aten, torch.ops.codetta
+OPERATORS = (ours.attention, ours.attention_forward, ours.attention_backward)
+KEY, MASK, HOW, GROUPED = -6, -4, -3, -1  # where their arguments stand: the last seven are the same for all of them
 
 
-@torch.library.custom_op("codetta::attention", mutates_args=())
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, grouped: bool
-) -> Tensor:
-    """F.scaled_dot_product_attention without dropout. grouped: keys and values have fewer heads, which queries share."""
-    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-
-
-@attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, grouped: bool
-) -> Tensor:
-    sizes = [*query.shape[:-1], value.shape[-1]]
-    if len(sizes) != 4:
-        return query.new_empty(sizes)
-    batch, heads, length, width = sizes
-    return query.new_empty(batch, length, heads, width).transpose(1, 2)  # as kernels return it
-
-
-def stays_whole(module: fx.GraphModule) -> None:
+def stays_whole(module: fx.GraphModule, training: bool) -> None:
     """scaled_dot_product_attention(q, k, v, mask)  ->  attention(q, k, v, mask)
 
-    Exact. Before the tracer sees the graph. Refuses dropout, and graphs under autocast, which would cast the arguments.
+    Exact. Before the tracer sees the graph. Refuses dropout, masks with gradients, and graphs under autocast, which would cast the
+    arguments.
     """
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return
     nodes = [each for each in module.graph.nodes if each.op == "call_function"]
     if any(each.target is torch.amp.autocast_mode._enter_autocast for each in nodes):
         return
-    changed = False
     for each in nodes:
-        if each.target is torch._C._nn.scaled_dot_product_attention:
-            arguments = _arguments(*each.args, **each.kwargs)
-            if arguments is not None:
-                each.target, each.args, each.kwargs = torch.ops.codetta.attention.default, arguments, {}
-                changed = True
-    if changed:
-        module.recompile()
+        if each.target is not torch._C._nn.scaled_dot_product_attention:
+            continue
+        arguments = _arguments(*each.args, **each.kwargs)
+        if arguments is None:
+            continue
+        mask = arguments[MASK].meta.get("example_value") if isinstance(arguments[MASK], fx.Node) else None
+        if training and isinstance(mask, torch.Tensor) and mask.requires_grad:
+            continue
+        if training:
+            with module.graph.inserting_before(each):
+                call = module.graph.call_function(ours.attention_forward.default, arguments)
+            each.target, each.args, each.kwargs = operator.getitem, (call, 0), {}
+        else:
+            each.target, each.args, each.kwargs = ours.attention.default, arguments, {}
+    module.recompile()
 
 
 def _arguments(
@@ -73,16 +64,41 @@ def heads_are_shared(graph: fx.Graph) -> None:
     """attention(q, repeat(k, n), repeat(v, n))  ->  attention(q, k, v, grouped)
 
     Exact. Each head of keys and values serves n heads of queries, in the order in which the repeated ones stood, so that nobody writes
-    or reads the copies. Refuses where only one of the two is repeated, or they are repeated otherwise.
+    or reads the copies, and gradients of the copies are never added up. Refuses where only one of the two is repeated, or they are
+    repeated otherwise.
     """
     for each in graph.nodes:
-        if packet_of(each) is not torch.ops.codetta.attention or each.args[GROUPED]:
+        if packet_of(each) not in OPERATORS or each.args[GROUPED]:
             continue
-        key, value = (_unrepeated(arg) for arg in each.args[1:MASK])
+        key, value = (_unrepeated(arg) for arg in each.args[KEY:MASK])
         if key is None or value is None or key.meta["val"].shape[1] != value.meta["val"].shape[1]:
             continue
-        each.args = (each.args[0], key, value, *each.args[MASK:GROUPED], True)
+        if packet_of(each) is ours.attention_backward:
+            items = {item.args[1]: item for item in each.users}
+            sums = {items[at]: _summed(items[at], source) for at, source in ((1, key), (2, value)) if at in items}
+            if None in sums.values():
+                continue
+            for item, total in sums.items():
+                item.meta["val"] = total.meta["val"]
+                total.replace_all_uses_with(item)
+        each.args = (*each.args[:KEY], key, value, *each.args[MASK:GROUPED], True)
     graph.eliminate_dead_code()
+
+
+def _summed(each: fx.Node, source: fx.Node) -> Any:
+    """The sum over copies of the gradient of repeated heads, shaped as those that were repeated; None if it is used otherwise."""
+    shape, seen = source.meta["val"].shape, False
+    while len(each.users) == 1:
+        (each,) = each.users
+        if packet_of(each) is aten.sum and not seen:
+            seen = each.args[1] == [2] and each.args[0].meta["val"].dim() == 5  # type: ignore[union-attr]
+            if not seen:
+                return None
+        elif packet_of(each) not in (aten.view, aten._unsafe_view, aten.reshape, aten.clone, aten.squeeze):
+            return None
+        if seen and each.meta["val"].shape == shape:
+            return each
+    return None
 
 
 def _unrepeated(each: fx.Node) -> fx.Node | None:
@@ -109,7 +125,7 @@ def mask_has_a_name(each: fx.Node) -> fx.Node | None:
     Exact. The mask is made once for each size and looked at; if it is the causal triangle or allows everything, it is never made
     again and the kernel is told its name. Refuses (None) masks into which a given tensor comes.
     """
-    if packet_of(each) is not torch.ops.codetta.attention:
+    if packet_of(each) not in OPERATORS:
         return None
     mask = each.args[MASK]
     return mask if isinstance(mask, fx.Node) and made_of_sizes(mask) is not None else None

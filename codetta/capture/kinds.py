@@ -30,7 +30,7 @@ def is_view(each: fx.Node) -> bool:
 
 def is_attention(each: fx.Node) -> bool:
     packet = packet_of(each)
-    return "scaled_dot_product" in getattr(packet, "__name__", "") or str(packet) == "codetta.attention"
+    return "scaled_dot_product" in getattr(packet, "__name__", "") or str(packet).startswith("codetta.attention")
 
 
 def is_size(each: fx.Node) -> bool:

@@ -136,8 +136,7 @@ class Backend:
         from torch._dynamo.backends.common import aot_autograd
 
         self.graphs += 1
-        if not (torch.is_grad_enabled() and _needs_gradients(module, inputs)):
-            stays_whole(module)
+        stays_whole(module, training=torch.is_grad_enabled() and _needs_gradients(module, inputs))
         return aot_autograd(
             fw_compiler=lambda module, inputs: called(module),
             bw_compiler=_boxed,

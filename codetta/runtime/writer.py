@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from codetta.capture.attention import MASK
+from codetta.attention import Attention
+from codetta.capture.attention import HOW, OPERATORS
 from codetta.capture.kinds import is_attention, is_size_of_inputs, packet_of
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply
 from codetta.partition import Finish, Fixed, Launch, Mask, Plan, Present, Region, Run, Source, Step, origin
-from codetta.runtime.attention import Attention, SizedMask
 from codetta.runtime.constants import Constants
 from codetta.runtime.launch import launch
+from codetta.runtime.masks import SizedMask
 from codetta.runtime.sized import Sized
 from codetta.stat import Stat
 
@@ -157,9 +158,10 @@ class Writer:
         if packet is aten.clone and origin(each.args[0]).op == "call_function":  # type: ignore[arg-type]
             # Nothing is written in place, so a copy is needed only for its layout, or to part from an input.
             return f"{args[0]}.contiguous()" if "memory_format" in each.kwargs else args[0]
-        if packet is torch.ops.codetta.attention:
-            call = Attention(*each.args[MASK + 1 :])  # type: ignore[arg-type]
-            return f"{self.object(call)}({', '.join(args[: MASK + 1])})"
+        if packet in OPERATORS:
+            call = Attention(*each.args[HOW:])  # type: ignore[arg-type]
+            method = str(packet).removeprefix("codetta.attention").replace("_", ".")
+            return f"{self.object(call)}{method}({', '.join(args[:HOW])})"
         kwargs = [f"{key}={self.spell(arg)}" for key, arg in each.kwargs.items()]
         return f"{self.object(target)}({', '.join(args + kwargs)})"
 

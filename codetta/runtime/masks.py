@@ -1,4 +1,4 @@
-"""Attention as plans call it: one call, told what its mask is where the mask is made of sizes alone.
+"""Masks of attention that are made of sizes alone: known by name where kernels have a name for them.
 
 A causal mask as a matrix costs a pass over it and hides from the kernel that half of the work need not be done. A mask that
 depends on sizes alone is looked at once for each size. If it is one that kernels know by name, it is never made again.
@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from codetta.attention import CAUSAL, FULL
 from codetta.runtime.sized import capturing
-
-CAUSAL, FULL = "causal", "full"
 
 
 @dataclass
@@ -54,25 +52,3 @@ def name_of(mask: Tensor) -> str | None:
     if rows == cols and bool((allowed == torch.ones(rows, cols, dtype=torch.bool, device=mask.device).tril()).all()):
         return CAUSAL
     return None
-
-
-@dataclass(frozen=True)
-class Attention:
-    """A call of attention: what about it is the same every time."""
-
-    causal: bool
-    scale: float | None
-    grouped: bool
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | str | None) -> Tensor:
-        causal, grouped = self.causal, self.grouped
-        if isinstance(mask, str):
-            causal |= mask == CAUSAL and query.shape[-2] > 1
-            mask = None
-        if grouped and mask is not None and query.is_cuda:
-            # No kernel there takes both a mask and fewer heads of keys.
-            repeats = query.shape[1] // key.shape[1]
-            key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
-        )
