@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,13 +61,8 @@ def measure_train(
 def _contender(name: str, model: Any) -> Any:
     """The model as somebody runs it; parameters are shared, but for Liger, which changes the modules. None: not installed here."""
     if name.startswith("liger"):
-        try:
-            from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
-        except ImportError:
-            return None
-        changed = copy.deepcopy(model)
-        _apply_liger_kernel_to_instance(changed)
-        return torch.compile(changed, dynamic=False) if name.endswith("compile") else changed
+        changed = _Liger(model) if _Liger.is_here() else None
+        return changed and (torch.compile(changed, dynamic=False) if name.endswith("compile") else changed)
     if name == "compile":
         return torch.compile(copy.copy(model), dynamic=False)
     if name == "codetta":
@@ -72,10 +70,44 @@ def _contender(name: str, model: Any) -> Any:
     return model
 
 
+class _Liger(torch.nn.Module):
+    """A copy of the model with Liger's kernels. Some of them replace functions of transformers' module: only while this one runs."""
+
+    def __init__(self, model: Any) -> None:
+        from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+        super().__init__()
+        self.model = copy.deepcopy(model)
+        self.names = vars(sys.modules[type(model).__module__])
+        before = dict(self.names)
+        _apply_liger_kernel_to_instance(self.model)
+        self.theirs = {name: each for name, each in self.names.items() if before.get(name) is not each}
+        self.own = {name: before[name] for name in self.theirs if name in before}
+        self.names.update(self.own)
+
+    @staticmethod
+    def is_here() -> bool:
+        return importlib.util.find_spec("liger_kernel") is not None
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        self.names.update(self.theirs)
+        try:
+            yield
+        finally:
+            self.names.update(self.own)
+
+    def forward(self, **named: Any) -> Any:
+        return self.model(**named)
+
+
 def _step(model: Any, tokens: torch.Tensor) -> Callable[[], float]:
+    inside = model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model
+
     def step() -> float:
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
+        with inside.patched() if isinstance(inside, _Liger) else nullcontext():
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
         return float(loss.detach())
 
     return step

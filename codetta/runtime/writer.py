@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -281,6 +281,9 @@ class Finished:
 
     value: Node
     sinks: list[Node]
+    numbers: dict[Node, Tensor] = field(
+        default_factory=dict
+    )  # on the device: copying one there again would wait for all before it
 
     def __call__(self, *stats: Stat) -> Tensor:
         known = dict(zip(self.sinks, (each.finish() for each in stats), strict=True))
@@ -294,7 +297,9 @@ class Finished:
             mean, variance = known[value.args[0]]
             return mean if value.attr("field") == "mean" else variance
         if value.op == "const":
-            return torch.tensor(value.attr("value"), device=device)
+            if value not in self.numbers or self.numbers[value].device != device:
+                self.numbers[value] = torch.tensor(value.attr("value"), device=device)
+            return self.numbers[value]
         return apply(value.op, [self._of(arg, known, device) for arg in value.args], dict(value.attrs))
 
 
