@@ -11,6 +11,7 @@ from codetta.errors import ArgumentError, CodettaError, LoweringError, Reason, T
 from codetta.explain import Report, explain
 from codetta.fused import fused_gemm_epilogue
 from codetta.integrations.dynamo import compile
+from codetta.loss import linear_cross_entropy
 from codetta.options import Options
 from codetta.program import Program
 from codetta.stat import Stat

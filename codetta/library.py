@@ -401,6 +401,25 @@ def lse_target(
 
 
 @epilogue
+def logits_target(
+    acc: Value,
+    target: Col,
+    dtype: torch.dtype,
+    bias: Row | None = None,
+    cap: float | None = None,
+    shares: Row | None = None,
+) -> Outputs:
+    """lse_target that stores the logits, too, for a loss whose gradients follow at once; shared = Σ shares·logits if they are given.
+
+    Everything is taken of the logits as they are stored: exp(logits - lse) must add up to 1, or where a label is all but certain the
+    gradient would be nothing but rounding.
+    """
+    logits = dsl.cast(_logits(acc, bias, cap), dtype)
+    outputs: Outputs = {"logits": logits, "lse": row_lse(logits), "picked": pick(logits, target)}
+    return outputs if shares is None else {**outputs, "shared": row_sum(logits * shares)}
+
+
+@epilogue
 def quantize_store(acc: Value, dtype: torch.dtype, group: int = 128, bias: Row | None = None) -> Outputs:
     """(q, scale): acc + bias = q·scale with q in int8 or fp8 and one scale for each `group` columns of a row."""
     q, scale = dsl.quantize(plus(acc, bias), dtype, group)

@@ -14,8 +14,14 @@ from codetta.runtime.bind import Binding, bind_operand, bind_output, matrix
 from codetta.stat import Stat
 
 
-def launch(program: Program, a: Tensor, b: Sequence[Tensor], values: dict[str, Tensor | Stat]) -> list[Tensor | Stat]:
-    """Run one program of a plan; its stores and sinks in the order of its outputs."""
+def launch(
+    program: Program,
+    a: Tensor,
+    b: Sequence[Tensor],
+    values: dict[str, Tensor | Stat],
+    out: dict[str, Tensor] | None = None,
+) -> list[Tensor | Stat]:
+    """Run one program of a plan; its stores and sinks in the order of its outputs. out: where to store, by name."""
     a, major = matrix("a", a)
     if major == "column":
         a = a.contiguous()
@@ -25,7 +31,8 @@ def launch(program: Program, a: Tensor, b: Sequence[Tensor], values: dict[str, T
         if operand.rows == "sample":
             samples = values[operand.name].shape[0]  # type: ignore[union-attr]
     bound = {each.name: bind_operand(each, values[each.name], rows, samples) for each in program.operands}
-    outputs = {each.name: bind_output(each, None, rows, samples, a.device) for each in program.stores}
+    given = out or {}
+    outputs = {each.name: bind_output(each, given.get(each.name), rows, samples, a.device) for each in program.stores}
     weights = tuple(as_stored(each, product) for each, product in zip(b, program.products, strict=True))
     binding = Binding(rows, samples, 1, (rows,), a, weights, bound, outputs)
     results = dispatch.run(program, binding)

@@ -1,0 +1,164 @@
+"""Cross-entropy of a linear head: against F.cross_entropy in float64, with every option, chunk and kind of label."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+import codetta
+from codetta import loss as module
+
+
+def plain(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, how: dict[str, Any]) -> Tensor:
+    how = dict(how)
+    cap, z, classes = how.pop("softcap", None), how.pop("z_loss", 0.0), how.pop("class_weight", None)
+    reduction, ignore = how.get("reduction", "mean"), how.get("ignore_index", -100)
+    logits = F.linear(x, weight, bias).reshape(-1, weight.shape[0])
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    classes = None if classes is None else classes.to(logits.dtype)
+    loss = F.cross_entropy(logits, target.reshape(-1), classes, **how)
+    extra = torch.where(target.reshape(-1) == ignore, 0.0, z * torch.logsumexp(logits, -1) ** 2)
+    if reduction == "none":
+        return (loss + extra).reshape(target.shape)
+    count = (target != ignore).sum() if classes is None else classes[target[target != ignore]].sum()
+    return loss + (extra.sum() / count if reduction == "mean" else extra.sum())
+
+
+def gradients(loss: Tensor, leaves: list[Tensor], seed: int = 1) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return list(torch.autograd.grad(loss, leaves, torch.rand_like(loss) + 0.5))
+
+
+def case(rows: int, width: int, classes: int, dtype: torch.dtype, ignored: float = 0.2) -> tuple[list[Tensor], Tensor]:
+    torch.manual_seed(rows * 31 + classes)
+    leaves = [torch.randn(rows, width), torch.randn(classes, width) * 0.5, torch.randn(classes)]
+    target = torch.randint(0, classes, (rows,))
+    target[1:][torch.rand(rows - 1) < ignored] = -100
+    return [each.to(dtype).requires_grad_() for each in leaves], target
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none"},
+    {"label_smoothing": 0.1},
+    {"softcap": 3.0},
+    {"z_loss": 1e-2},
+    {"class_weight": True},
+    {"class_weight": True, "label_smoothing": 0.2, "z_loss": 1e-3, "softcap": 5.0},
+    {"class_weight": True, "label_smoothing": 0.2, "z_loss": 1e-3, "softcap": 5.0, "reduction": "none"},
+    {"ignore_index": 2},
+]
+
+
+@pytest.mark.parametrize("how", OPTIONS, ids=lambda each: "-".join(each) or "plain")
+@pytest.mark.parametrize("rows", [1, 37])
+@pytest.mark.parametrize("biased", [False, True])
+def test_options(how: dict[str, Any], rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float64, in chunks of eight rows: the same numbers as PyTorch's, the loss and all gradients."""
+    monkeypatch.setattr(module, "ROWS", 8)
+    monkeypatch.setattr(module, "CHUNK", 1)
+    (x, weight, bias), target = case(rows, 12, 29, torch.float64)
+    if "ignore_index" in how:
+        target = target.clamp_min(0)
+        target[0] = 3
+    how = how | ({"class_weight": torch.rand(29) + 0.1} if "class_weight" in how else {})
+    leaves = [x, weight, bias] if biased else [x, weight]
+    ours = codetta.linear_cross_entropy(x, weight, target, bias if biased else None, **how)
+    theirs = plain(x, weight, target, bias if biased else None, how)
+    torch.testing.assert_close(ours, theirs)
+    for got, expected in zip(gradients(ours, leaves), gradients(theirs, leaves), strict=True):
+        torch.testing.assert_close(got, expected)
+    with torch.no_grad():
+        again = codetta.linear_cross_entropy(x, weight, target, bias if biased else None, **how)
+    torch.testing.assert_close(again, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@given(rows=st.integers(1, 70), classes=st.integers(1, 90), ignored=st.sampled_from([0.0, 0.5]))
+@settings(max_examples=8, deadline=None)
+def test_budget(dtype: torch.dtype, rows: int, classes: int, ignored: float) -> None:
+    """At most twice as far from float64 as PyTorch is on the same numbers."""
+    (x, weight, bias), target = case(rows, 24, classes, dtype, ignored)
+    wide = [each.detach().double().requires_grad_() for each in (x, weight, bias)]
+    truth = plain(*wide[:2], target, wide[2], {})
+    eager = F.cross_entropy(F.linear(x, weight, bias).float(), target)
+    ours = codetta.linear_cross_entropy(x, weight, target, bias)
+    found = [
+        [each, *torch.autograd.grad(each, leaves)]
+        for each, leaves in ((truth, wide), (eager, [x, weight, bias]), (ours, [x, weight, bias]))
+    ]
+    for exact, usual, mine in zip(*found, strict=True):
+        scale = exact.norm().clamp_min(1e-6)
+        error, theirs = ((each.double() - exact).norm() / scale for each in (mine, usual))
+        assert error <= 2 * theirs + 16 * torch.finfo(dtype).eps, (error, theirs)
+
+
+def test_many_chunks_add_up_in_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight's gradient of many chunks, each small against the sum: rounded once."""
+    monkeypatch.setattr(module, "ROWS", 8)
+    monkeypatch.setattr(module, "CHUNK", 1)
+    (x, weight, _), target = case(512, 16, 5, torch.bfloat16, 0.0)
+    ours = torch.autograd.grad(codetta.linear_cross_entropy(x, weight, target), weight)[0]
+    wide = [each.detach().double().requires_grad_() for each in (x, weight)]
+    exact = torch.autograd.grad(plain(*wide, target, None, {}), wide[1])[0]
+    eager = torch.autograd.grad(F.cross_entropy(F.linear(x, weight).float(), target), weight)[0]
+    assert (ours - exact).norm() <= 2 * (eager - exact).norm()
+
+
+def test_labels() -> None:
+    (x, weight, _), target = case(9, 8, 6, torch.float64, 0.0)
+    shifted = codetta.linear_cross_entropy(x.view(3, 3, 8), weight, target.view(3, 3), shift=True)
+    kept = (x.view(3, 3, 8)[:, :-1].reshape(-1, 8), target.view(3, 3)[:, 1:].reshape(-1))
+    torch.testing.assert_close(shifted, F.cross_entropy(F.linear(kept[0], weight), kept[1]))
+    nobody = codetta.linear_cross_entropy(x, weight, torch.full_like(target, -100))
+    assert nobody.isnan()
+    assert all(each.eq(0).all() for each in gradients(nobody, [x, weight]))
+    empty = codetta.linear_cross_entropy(x[:0], weight, target[:0], reduction="sum")
+    assert empty == 0 and gradients(empty, [weight])[0].eq(0).all()
+    with pytest.raises(RuntimeError):
+        codetta.linear_cross_entropy(x, weight, torch.full_like(target, 6))
+
+
+def test_nothing_is_made_for_frozen_weights() -> None:
+    (x, weight, _), target = case(9, 8, 6, torch.float64, 0.0)
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(x, weight), target), x)[0]
+    found = codetta.linear_cross_entropy(x, weight.detach(), target)
+    torch.testing.assert_close(torch.autograd.grad(found, x)[0], expected)
+
+
+def test_values_that_are_not_finite() -> None:
+    (x, weight, _), target = case(4, 8, 6, torch.float32, 0.0)
+    with torch.no_grad():
+        x[1] = torch.nan
+    ours, theirs = (
+        codetta.linear_cross_entropy(x, weight, target, reduction="none"),
+        F.cross_entropy(F.linear(x, weight), target, reduction="none"),
+    )
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+    for mine, usual in zip(gradients(ours, [x, weight]), gradients(theirs, [x, weight]), strict=True):
+        torch.testing.assert_close(mine, usual, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"weight": torch.zeros(6, 7)}, "weight"),
+        ({"target": torch.zeros(4)}, "target"),
+        ({"target": torch.zeros(5, dtype=torch.int64)}, "target"),
+        ({"bias": torch.zeros(5)}, "bias"),
+        ({"reduction": "median"}, "reduction"),
+        ({"label_smoothing": 2.0}, "label_smoothing"),
+    ],
+)
+def test_refusals(wrong: dict[str, Any], what: str) -> None:
+    given = {"x": torch.zeros(4, 8), "weight": torch.zeros(6, 8), "target": torch.zeros(4, dtype=torch.int64)} | wrong
+    with pytest.raises(codetta.ArgumentError, match=what):
+        codetta.linear_cross_entropy(**given)
