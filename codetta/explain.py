@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from codetta.capture.kinds import is_attention, is_view, packet_of
+from codetta.capture.kinds import is_call, is_view, packet_of
 from codetta.errors import ArgumentError
 from codetta.integrations.dynamo import Backend, backend_of, compile
 from codetta.ir import view as views
@@ -171,7 +171,7 @@ def _add(report: Report, plan: Plan) -> None:
                 report.programs.append(program)
                 report.launches_after += 1
                 report.bytes_after += program.bytes
-            case Run() if is_attention(step.target):
+            case Run() if is_call(step.target):
                 report.calls.append({"op": _op(step.target), "where": _where(step.target)})
                 report.launches_after += 1
                 report.bytes_after += _bytes([*step.target.all_input_nodes, step.target])

@@ -8,6 +8,7 @@ from typing import Any
 
 from codetta.capture.attention import heads_are_shared, mask_has_a_name, stays_whole
 from codetta.capture.columns import cut_commutes, expand
+from codetta.capture.loss import loss_takes_the_head
 from codetta.capture.reader import late_is_staged
 from codetta.capture.weight_gradients import gradients_look_again, row_scale_crosses
 from codetta.placement import Placement
@@ -52,6 +53,7 @@ def laws() -> list[Law]:
         _law("attention_stays_whole", stays_whole),
         _law("heads_are_shared", heads_are_shared),
         _law("mask_has_a_name", mask_has_a_name),
+        _law("loss_takes_the_head", loss_takes_the_head),
     ]
 
 

@@ -14,15 +14,20 @@ class Options:
     """numerics: "default" admits laws that reassociate, "strict" only exact ones: no norm is deferred (rewrite/).
     leftover: who runs what no program covers: Inductor, the graph's own operators one by one, or Inductor where it pays
     ("auto": where tensors or launches are many) (integrations/).
+    logits: those that a model with a loss hands out beside it, in training: made when somebody looks at them ("lazy"), or "always"
+    (integrations/logits.py).
     progress: a bar while kernels are built; None shows it where stderr is a terminal (compiler.py).
     """
 
     numerics: str = "default"
     leftover: str = "auto"
+    logits: str = "lazy"
     progress: bool | None = None
 
     def __post_init__(self) -> None:
         if self.numerics not in ("default", "strict"):
             raise ArgumentError("numerics", f"is {self.numerics!r}", "pass 'default' or 'strict'")
+        if self.logits not in ("lazy", "always"):
+            raise ArgumentError("logits", f"is {self.logits!r}", "pass 'lazy' or 'always'")
         if self.leftover not in LEFTOVER:
             raise ArgumentError("leftover", f"is {self.leftover!r}", f"pass one of {', '.join(LEFTOVER)}")

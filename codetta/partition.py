@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from codetta.capture import Graph, Value
 from codetta.capture.at import is_whole
 from codetta.capture.attention import made_of_sizes, mask_has_a_name
-from codetta.capture.kinds import is_attention, is_random, is_size, is_size_of_inputs, is_view
+from codetta.capture.kinds import is_call, is_random, is_size, is_size_of_inputs, is_view
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import OPS, is_sink
@@ -517,7 +517,7 @@ class _Gather:
             if isinstance(step, Present | Finish) or (isinstance(step, Run) and is_size_of_inputs(step.target)):
                 result.append(step)  # needs nothing but a launch, and those stand before it already
                 continue
-            if isinstance(step, Run) and not is_attention(step.target) and not _is_item_of_attention(step.target):
+            if isinstance(step, Run) and not is_call(step.target) and not _is_item_of_call(step.target):
                 run.append(step.target)
                 continue
             for known in (self.sized, self.fixed):
@@ -561,8 +561,8 @@ def origin(each: fx.Node) -> fx.Node:
     return each
 
 
-def _is_item_of_attention(each: fx.Node) -> bool:
-    return each.target is operator.getitem and isinstance(each.args[0], fx.Node) and is_attention(each.args[0])
+def _is_item_of_call(each: fx.Node) -> bool:
+    return each.target is operator.getitem and isinstance(each.args[0], fx.Node) and is_call(each.args[0])
 
 
 def _region(nodes: list[fx.Node], read: set[fx.Node]) -> Region:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 import codetta.attention  # noqa: F401 (its operators)
-from codetta.capture.kinds import packet_of
+from codetta.capture.kinds import packet_of, under_autocast
 
 aten, ours = torch.ops.aten, torch.ops.codetta
 OPERATORS = (ours.attention, ours.attention_forward, ours.attention_backward)
@@ -27,14 +27,9 @@ def stays_whole(module: fx.GraphModule, training: bool) -> None:
     Exact. Before the tracer sees the graph. Refuses dropout, masks with gradients, and graphs under autocast, which would cast the
     arguments.
     """
-    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+    if under_autocast(module):
         return
-    nodes = [each for each in module.graph.nodes if each.op == "call_function"]
-    if any(each.target is torch.amp.autocast_mode._enter_autocast for each in nodes):
-        return
-    for each in nodes:
-        if each.target is not torch._C._nn.scaled_dot_product_attention:
-            continue
+    for each in module.graph.find_nodes(op="call_function", target=torch._C._nn.scaled_dot_product_attention):
         arguments = _arguments(*each.args, **each.kwargs)
         if arguments is None:
             continue

@@ -28,9 +28,17 @@ def is_view(each: fx.Node) -> bool:
     return packet is None or packet in _VIEWS
 
 
-def is_attention(each: fx.Node) -> bool:
+def is_call(each: fx.Node) -> bool:
+    """Attention, or the loss with its head: kernels of others, or programs of their own, that nothing is fused with."""
     packet = packet_of(each)
-    return "scaled_dot_product" in getattr(packet, "__name__", "") or str(packet).startswith("codetta.attention")
+    return "scaled_dot_product" in getattr(packet, "__name__", "") or str(packet).startswith("codetta.")
+
+
+def under_autocast(module: fx.GraphModule) -> bool:
+    """Whether somewhere in a graph that is yet to be traced operators may cast what they are given."""
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        return True
+    return any(each.target is torch.amp.autocast_mode._enter_autocast for each in module.graph.nodes)
 
 
 def is_size(each: fx.Node) -> bool:

@@ -17,9 +17,11 @@ from torch.utils import _pytree as pytree
 
 from codetta.capture.attention import stays_whole
 from codetta.capture.kinds import is_view
+from codetta.capture.loss import Spared, loss_takes_the_head
 from codetta.compiler import compile_graph, compile_joint
 from codetta.errors import ArgumentError
 from codetta.integrations.joint import called, two_graphs
+from codetta.integrations.logits import with_logits
 from codetta.ir.view import hint
 from codetta.options import Options
 from codetta.runtime.executor import Executor, Training
@@ -136,13 +138,18 @@ class Backend:
         from torch._dynamo.backends.common import aot_autograd
 
         self.graphs += 1
-        stays_whole(module, training=torch.is_grad_enabled() and _needs_gradients(module, inputs))
-        return aot_autograd(
+        training = torch.is_grad_enabled() and _needs_gradients(module, inputs)
+        stays_whole(module, training)
+        spared: list[Spared] = []
+        if self.options.numerics != "strict":
+            spared = loss_takes_the_head(module, lazy=training and self.options.logits == "lazy")
+        compiled = aot_autograd(
             fw_compiler=lambda module, inputs: called(module),
             bw_compiler=_boxed,
             inference_compiler=self.compile_graph,
             partition_fn=self.compile_joint,
         )(module, inputs)
+        return with_logits(compiled, spared) if spared else compiled
 
     def compile_graph(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """An aten graph as an executor."""

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from codetta.attention import Attention
 from codetta.capture.attention import HOW, OPERATORS
-from codetta.capture.kinds import is_attention, is_size_of_inputs, packet_of
+from codetta.capture.kinds import is_call, is_size_of_inputs, packet_of
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply
@@ -214,7 +214,7 @@ class Writer:
     def _expected(self, each: fx.Node) -> str:
         """A region's argument: kernels of others may lay out their results differently when their inputs lie otherwise."""
         value = each.meta["val"]
-        if not isinstance(value, Tensor) or not is_attention(origin(each)):
+        if not isinstance(value, Tensor) or not is_call(origin(each)):
             return self.variable(each)
         strides = ", ".join(self.size(stride) for stride in value.stride())
         return f"{self.object(strided)}({self.variable(each)}, ({strides},))"
