@@ -99,6 +99,9 @@ def plan_of(
         try:
             plan = partition(captured, outputs)
             refused = why_never_all(plan)
+            if plan.again & set(refused):
+                plan = partition(captured, outputs, again=False)
+                refused = why_never_all(plan)
         except PartitionError as error:
             refused = {error.group.number: error.reason}
         if not refused:

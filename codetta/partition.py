@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from codetta.capture import Graph, Value
 from codetta.capture.at import is_whole
 from codetta.capture.attention import made_of_sizes, mask_has_a_name
-from codetta.capture.kinds import is_call, is_random, is_size, is_size_of_inputs, is_view
+from codetta.capture.kinds import is_call, is_random, is_size, is_size_of_inputs, is_view, packet_of
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import OPS, is_sink
@@ -115,6 +115,7 @@ class Plan:
     steps: list[Step]
     graph: Graph
     forward: int  # how many of the steps the graph's own results need; the others make gradients
+    again: set[int]  # programs that make something once more, so that nobody keeps it
 
 
 @dataclass(eq=False)
@@ -133,12 +134,13 @@ class PartitionError(Exception):
         self.group, self.reason = group, reason
 
 
-def partition(graph: Graph, outputs: int | None = None) -> Plan:
+def partition(graph: Graph, outputs: int | None = None, again: bool = True) -> Plan:
     """Find out what every group must store, write the programs, and order what is to be done.
 
     outputs: how many of the graph's outputs are results; those that follow are gradients, and what only they need comes last.
+    again: gradients may make a matrix once more that would have to be kept for them.
     """
-    return _Partition(graph).plan(outputs)
+    return _Partition(graph).plan(outputs, again)
 
 
 class _Partition:
@@ -148,10 +150,11 @@ class _Partition:
         self.steps: list[Step] = []
         self.done: set[object] = set()
         self.masks: dict[fx.Node, Mask] = {}
+        self.again: dict[fx.Node, int] = {}  # tensors that a group among the gradients makes once more
 
     # ---- what must exist
 
-    def plan(self, outputs: int | None) -> Plan:
+    def plan(self, outputs: int | None, again: bool) -> Plan:
         output = next(each for each in self.graph.nodes.nodes if each.op == "output")
         wanted: list[fx.Node] = list(output.all_input_nodes)
         results = (
@@ -163,6 +166,8 @@ class _Partition:
             for group, needs in zip(self.places.groups, self.needs, strict=True)
             if needs.stores or needs.sinks
         }
+        if outputs is not None and again:
+            self._make_again()
         for each in results:
             self._emit(each)
         # Of several results, each is carried over by itself.
@@ -186,7 +191,7 @@ class _Partition:
         given = {origin(each) for each in wanted}
         gather = _Gather(self.graph, read, given)
         first, second = (gather(half) for half in (self.steps[:forward], self.steps[forward:]))
-        return Plan(first + second, self.graph, len(first))
+        return Plan(first + second, self.graph, len(first), set(self.again.values()))
 
     def _close(self, wanted: list[fx.Node]) -> None:
         """Mark what the graph's outputs need, and what that needs, until nothing is new."""
@@ -300,7 +305,8 @@ class _Partition:
                 return operand(Source("stat", value=value), Operand("", torch.float32, "each", stat=value.op[4:]), 0)
             if is_tensor_of_graph(value):
                 return leaf(value.args[0])
-            if 0 <= place.group < group.number and not place.late and not self._is_of_one(value):
+            remade = any(self.again[each] == group.number and self.values[each].node is value for each in self.again)
+            if 0 <= place.group < group.number and not place.late and not remade and not self._is_of_one(value):
                 dtype = self.graph.dtypes.get(value, group.dtype)
                 self._need_stored(value, dtype)
                 source = Source("stored", value=value, dtype=dtype)
@@ -402,6 +408,63 @@ class _Partition:
             {name: sink for sink, name in needs.sinks.items()},
         )
 
+    # ---- what gradients make once more
+
+    def _make_again(self) -> None:
+        """A matrix that gradients want (a weight's gradient: what the weight was multiplied with), made once more by a program among
+        them that reads all it is made of anyway. It need not be kept in between, which costs that program a store."""
+        read = {
+            number: {source.value for source in launch.operands.values() if source.kind == "stored"}
+            for number, launch in self.launches.items()
+        }
+        for each, how in self.tensors.items():
+            if how != "stored" or packet_of(each) is not torch.ops.aten.alias:
+                continue
+            value, dtype = self.values[each].node, each.meta["val"].dtype
+            made_of = self._made_of(value)
+            for number in sorted(read) if made_of else ():
+                if number > self.places[value].group and made_of <= read[number] and not self._needs(number, each):
+                    self._add_again(each, value, dtype, number)
+                    break
+
+    def _made_of(self, value: Node) -> set[Node | None]:
+        """The matrices that its program stores beside it and that it is made of, element by element; none if there is more to it."""
+        group, stack = self.places[value].group, list(value.args)
+        found: set[Node | None] = set()
+        stores = {stored for stored, _ in self.needs[group].stores} - {value}
+        while stack:
+            each = stack.pop()
+            if each in stores:
+                found.add(each)
+            elif each.space.rows and each.space.cols:
+                if OPS[each.op].shape != "elementwise" or self.places[each].group != group:
+                    return set()
+                stack += each.args
+        return found if OPS[value.op].shape == "elementwise" else set()
+
+    def _needs(self, number: int, tensor: fx.Node) -> bool:
+        """Whether the program can only run when the tensor is there."""
+        stack: list[object] = [number]
+        seen: set[object] = set()
+        while stack:
+            each = stack.pop()
+            if each is tensor:
+                return True
+            if each not in seen:
+                seen.add(each)
+                stack += self._before(each)
+        return False
+
+    def _add_again(self, each: fx.Node, value: Node, dtype: torch.dtype, number: int) -> None:
+        stores, before = self.needs[number].stores, self.launches[number]
+        self.again[each] = number
+        stores[value, dtype] = f"y{len(stores)}"
+        try:
+            self.launches[number] = self._launch(self.places.groups[number])
+        except PartitionError:  # not together with what the program stores already
+            del self.again[each], stores[value, dtype]
+            self.launches[number] = before
+
     # ---- order
 
     def _emit(self, each: fx.Node) -> None:
@@ -429,7 +492,7 @@ class _Partition:
             return list(item.makes.inputs)
         assert isinstance(item, fx.Node)
         if self.tensors.get(item) == "stored":
-            return [self.places[self.values[item].node].group]
+            return [self.again.get(item, self.places[self.values[item].node].group)]
         if self.tensors.get(item) == "finished":
             return [self.places[sink].group for sink in sinks_of(self.values[item].node)]
         if is_size_of_inputs(item):
