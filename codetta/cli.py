@@ -268,19 +268,92 @@ def train(
     record.ceilings = ceilings(where)
     with bar("models", len(names)) as advance:
         for name in names:
-            rows = measure_train(name, where, tuple(only or IMPLEMENTATIONS), layers, rounds)
+            rows = measure_train(name, where, known(only, IMPLEMENTATIONS), layers, rounds)
             record.rows += rows
             advance(name)
             if out is not None:
                 record.part(rows).append_to(out)
-    table = Table(title=f"{record.device}, {record.date}", caption="forward and backward")
-    for column in ("model", "tokens", "contender", "ms", "GiB", "loss"):
-        table.add_column(column, justify="left" if column in ("model", "contender") else "right")
-    for row in record.rows:
-        gib = f"{row['gib']:.2f}" if "gib" in row else ""
-        table.add_row(row["model"], str(row["tokens"]), row["impl"], f"{row['ms']:.2f}", gib, f"{row['loss']:.4f}")
-    console.print(table)
+    console.print(plain_table(record, ("model", "tokens", "impl", "ms", "gib", "loss"), "forward and backward"))
     finish(as_json, record.json())
+
+
+@bench_app.command()
+@reported
+def layer(
+    tokens: Annotated[int, typer.Option(help="Tokens; default 16384 on a GPU, 512 on a CPU.")] = 0,
+    sizes: SizesOption = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be repeated.")] = None,
+    device: Device = "",
+    rounds: Annotated[int, typer.Option(help="Rounds of measurements; more is calmer.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Append the record to this .jsonl file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """A Transformer layer without its attention, forward and backward, against eager, torch.compile and Liger."""
+    from codetta.bench.layer import IMPLEMENTATIONS, SIZES, measure_layer
+
+    where = pick_device(device)
+    wanted = known(only, IMPLEMENTATIONS)
+    jobs = parse_sizes(sizes) or SIZES[where.type]
+    console, record = screen(as_json), Record("layer", device_name(where), "codetta " + " ".join(sys.argv[1:]))
+    record.ceilings = ceilings(where)
+    with bar("layers", len(jobs)) as advance:
+        for d, f in jobs:
+            rows = measure_layer(d, f, where, wanted, tokens, rounds)
+            record.rows += rows
+            advance(f"D {d}")
+            if out is not None:
+                record.part(rows).append_to(out)
+    console.print(plain_table(record, ("D", "F", "tokens", "pass", "impl", "ms"), "without attention"))
+    finish(as_json, record.json())
+
+
+@bench_app.command()
+@reported
+def loss(
+    tokens: Annotated[int, typer.Option(help="Rows; default 16384 on a GPU, 256 on a CPU.")] = 0,
+    width: Annotated[int, typer.Option(help="Columns of the rows; default 2048 on a GPU.")] = 0,
+    vocabulary: Annotated[int, typer.Option(help="Classes; default 128256 on a GPU.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be repeated.")] = None,
+    device: Device = "",
+    rounds: Annotated[int, typer.Option(help="Rounds of measurements; more is calmer.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Append the record to this .jsonl file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """A linear head with cross-entropy, forward and backward, against eager, torch.compile, Liger and cut-cross-entropy."""
+    from codetta.bench.loss import IMPLEMENTATIONS, measure_loss
+
+    where = pick_device(device)
+    wanted = known(only, IMPLEMENTATIONS)
+    console, record = screen(as_json), Record("loss", device_name(where), "codetta " + " ".join(sys.argv[1:]))
+    record.ceilings = ceilings(where)
+    record.rows += measure_loss(where, tokens, width, vocabulary, wanted, rounds)
+    if out is not None:
+        record.append_to(out)
+    columns = ("rows", "D", "V", "impl", "ms", "gib", "dx_error", "dw_error")
+    console.print(
+        plain_table(record, columns, "forward and backward; gib: beside what is given; errors against float64")
+    )
+    finish(as_json, record.json())
+
+
+def known(only: list[str] | None, contenders: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that are asked for; all of them by default."""
+    unknown = [each for each in only or () if each not in contenders]
+    if unknown:
+        raise ArgumentError("only", f"{unknown[0]!r} is no contender", f"use some of {', '.join(contenders)}")
+    return tuple(only or contenders)
+
+
+def plain_table(record: Record, columns: tuple[str, ...], caption: str) -> Table:
+    """Rows as they are, those of the record's columns that have something in them."""
+    table = Table(title=f"{record.device}, {record.date}", caption=caption)
+    shown = [name for name in columns if any(name in row for row in record.rows)]
+    for name in shown:
+        words = any(isinstance(row.get(name), str) for row in record.rows)
+        table.add_column(name, justify="left" if words else "right")
+    for row in record.rows:
+        table.add_row(*(str(row.get(name, "")) for name in shown))
+    return table
 
 
 def block_table(record: Record) -> Table:

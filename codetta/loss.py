@@ -177,8 +177,10 @@ def _passed(head: _Head, scale: Tensor, wanted: list[bool]) -> tuple[Tensor, Ten
     nothing = x.new_empty(0)
     losses = torch.empty(x.shape[0], dtype=head.dtype, device=x.device)
     dx = torch.empty_like(x) if wanted[0] else nothing
-    dw = torch.zeros(weight.shape if wanted[1] else 0, dtype=head.dtype, device=x.device)
+    dw = torch.empty(weight.shape if wanted[1] else 0, dtype=head.dtype, device=x.device)
     db = torch.zeros(weight.shape[0] if wanted[2] else 0, dtype=head.dtype, device=x.device)
+    if not len(x):
+        dw.zero_()
     for at, part in head.chunks():
         logits, lse, picked, shared = _statistics(part, keep=True)
         own = part.own()
@@ -190,20 +192,24 @@ def _passed(head: _Head, scale: Tensor, wanted: list[bool]) -> tuple[Tensor, Ten
         if wanted[0]:
             torch.mm(dz, weight, out=dx[at])
         if wanted[1]:
-            _accumulate(dw, dz, part.x)
+            _accumulate(dw, dz, part.x, first=at.start == 0)
         if wanted[2]:
             db += sums[0].finish()  # type: ignore[union-attr, arg-type]
     return losses, dx, dw, db
 
 
-def _accumulate(dw: Tensor, dz: Tensor, x: Tensor) -> None:
-    """dw += dzᵀ x, in the precision of dw."""
-    if dz.dtype == dw.dtype:
-        dw.addmm_(dz.t(), x)
-    elif dz.is_cuda:
-        torch.addmm(dw, dz.t(), x, out_dtype=dw.dtype, out=dw)
+def _accumulate(dw: Tensor, dz: Tensor, x: Tensor, first: bool) -> None:
+    """dw += dzᵀ x, in the precision of dw; the first time without what was there."""
+    left, right, kind = dz.t(), x, {}
+    if dz.dtype != dw.dtype:
+        if dz.is_cuda:
+            kind = {"out_dtype": dw.dtype}
+        else:
+            left, right = left.to(dw.dtype), right.to(dw.dtype)  # no product there widens its result
+    if first:
+        torch.mm(left, right, **kind, out=dw)
     else:
-        dw.addmm_(dz.t().to(dw.dtype), x.to(dw.dtype))
+        torch.addmm(dw, left, right, **kind, out=dw)
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from codetta.bench.layer import measure_layer
+from codetta.bench.loss import measure_loss
 from codetta.bench.train import measure_train
+from codetta.cli import known
 from codetta.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +37,28 @@ def test_train() -> None:
     assert {"eager", "codetta"} <= {row["impl"] for row in rows} <= {"eager", "liger", "codetta"}
     assert all(row["ms"] > 0 and row["tokens"] == 128 and row["layers"] == 1 for row in rows)
     assert max(row["loss"] for row in rows) - min(row["loss"] for row in rows) < 0.01
-    with pytest.raises(ArgumentError, match="no contender"):
-        measure_train("tiny", torch.device("cpu"), ("nobody",))
     with pytest.raises(ArgumentError, match="no loss"):
         measure_train("bert-base", torch.device("cpu"), ("eager",))
+
+
+def test_layer() -> None:
+    """Each contender forward, backward and both, and gradients that are close to eager's."""
+    rows = measure_layer(128, 256, torch.device("cpu"), ("eager", "codetta"), tokens=64, rounds=1)
+    assert [(row["impl"], row["pass"]) for row in rows] == [
+        (name, which) for name in ("eager", "codetta") for which in ("forward", "backward", "both")
+    ]
+    assert rows[-1]["distance"] < 0.02
+
+
+def test_loss() -> None:
+    rows = {row["impl"]: row for row in measure_loss(torch.device("cpu"), 40, 32, 70, ("eager", "codetta"), rounds=1)}
+    for key in ("dx_error", "dw_error"):
+        assert 0 < rows["codetta"][key] <= 2 * rows["eager"][key]
+    assert all(row["ms"] > 0 for row in rows.values())
+
+
+def test_contenders() -> None:
+    assert known(None, ("eager", "codetta")) == ("eager", "codetta")
+    assert known(["codetta"], ("eager", "codetta")) == ("codetta",)
+    with pytest.raises(ArgumentError, match="no contender"):
+        known(["nobody"], ("eager", "codetta"))

@@ -31,9 +31,6 @@ def measure_train(
     rounds: int = 10,
 ) -> list[Row]:
     """One row for each contender: the median time of a step without the optimiser, peak memory on a GPU, and the loss."""
-    unknown = [each for each in implementations if each not in IMPLEMENTATIONS]
-    if unknown:
-        raise ArgumentError("only", f"{unknown[0]!r} is no contender", f"use some of {', '.join(IMPLEMENTATIONS)}")
     if name in SHAPES and not SHAPES[name].model.endswith(("CausalLM", "LMHeadModel")):
         raise ArgumentError("model", f"{name!r} has no loss of its own", "use a causal language model")
     gpu = device.type == "cuda"
