@@ -200,7 +200,8 @@ def _passed(head: _Head, scale: Tensor, wanted: list[bool]) -> tuple[Tensor, Ten
 
 def _accumulate(dw: Tensor, dz: Tensor, x: Tensor, first: bool) -> None:
     """dw += dzᵀ x, in the precision of dw; the first time without what was there."""
-    left, right, kind = dz.t(), x, {}
+    left, right = dz.t(), x
+    kind: dict[str, Any] = {}
     if dz.dtype != dw.dtype:
         if dz.is_cuda:
             kind = {"out_dtype": dw.dtype}
