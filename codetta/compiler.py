@@ -22,6 +22,7 @@ from torch import fx
 from codetta.capture import capture
 from codetta.capture.attention import heads_are_shared
 from codetta.capture.repeats import without_repeats
+from codetta.capture.sums import sums_of_products_join
 from codetta.capture.weight_gradients import gradients_look_again, row_scale_crosses
 from codetta.dispatch import debug_level, why_never
 from codetta.errors import Reason
@@ -85,9 +86,12 @@ def plan_of(
 ) -> Plan:
     """capture, rewrite, partition, until every program is one that a backend can run; the rest stays with the graph."""
     graph, parameters = module.graph, list(parameters)
-    if outputs is not None:
-        gradients_look_again(graph, parameters)
     without_repeats(graph)
+    if outputs is not None:
+        if options.numerics == "default":
+            sums_of_products_join(graph, parameters)
+        gradients_look_again(graph, parameters)
+        without_repeats(graph)
     heads_are_shared(graph)
     laws = [row_scale_commutes] if options.numerics == "default" else []
     left: dict[fx.Node, Reason] = {}

@@ -10,6 +10,7 @@ from codetta.capture.attention import heads_are_shared, mask_has_a_name, stays_w
 from codetta.capture.columns import cut_commutes, expand
 from codetta.capture.loss import loss_takes_the_head
 from codetta.capture.reader import late_is_staged
+from codetta.capture.sums import sums_of_products_join
 from codetta.capture.weight_gradients import gradients_look_again, row_scale_crosses
 from codetta.placement import Placement
 from codetta.rewrite.columns import join_rises, part_sinks_to_leaves
@@ -45,6 +46,7 @@ def laws() -> list[Law]:
         _law("late_is_staged", late_is_staged),
         _law("inner_product_moves", inner_product_moves),
         _law("row_scale_crosses", row_scale_crosses),
+        _law("sums_of_products_join", sums_of_products_join),
         _law("gradients_look_again", gradients_look_again),
         _law("one_plus_is_one_sided", one_plus_is_one_sided),
         _law("join_rises", join_rises),

@@ -258,7 +258,8 @@ def test_training() -> None:
     assert 0 < report.saved_bytes < 0.7 * report.eager_saved_bytes
     assert sum(each["bytes"] for each in report.saved) == report.saved_bytes
     text = str(report)
-    assert "(backward)" in text and "where eager keeps" in text and "program_3 y0" in text
+    assert "(backward)" in text and "where eager keeps" in text and "program_3 y1" in text
+    assert "program_3 y0" not in [each["what"] for each in report.saved]  # made again among the gradients
     assert report.to_json()["saved"][0].keys() == {"what", "shape", "bytes"}
     assert all(parameter.grad is None for parameter in model.parameters())
     plain = codetta.explain(model, *args, **named)

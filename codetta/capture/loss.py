@@ -60,7 +60,9 @@ def loss_takes_the_head(module: fx.GraphModule, lazy: bool) -> list[Spared]:
                 continue
             spared += handed
         _replace(module, loss, found, arguments)
-    module.graph.eliminate_dead_code()
+        for each in reversed(found.chain):  # no more than these: what writes in place has no readers either
+            if not each.users:
+                module.graph.erase_node(each)
     module.recompile()
     return spared
 

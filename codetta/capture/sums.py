@@ -1,0 +1,171 @@
+"""Sums of products: one product over joined columns, where joining them costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from codetta.capture.kinds import is_call, is_tangent, packet_of
+
+aten = torch.ops.aten
+_VIEWS = (aten.view, aten._unsafe_view, aten.reshape)
+_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A product of a sum, a · w, and the products aᵀ · n that a also goes into."""
+
+    product: fx.Node
+    turned: tuple[fx.Node, ...]
+
+    @property
+    def left(self) -> fx.Node:
+        return self.product.args[0]  # type: ignore[return-value]
+
+
+def sums_of_products_join(graph: fx.Graph, parameters: list[fx.Node]) -> None:
+    """a · v + b · w  ->  [a b] · [v; w]
+
+    Reassociates. Where a and b come out of attention (gradients of queries, keys and values), whoever makes them puts them side by side;
+    partial sums are then never stored, and the weights' gradients aᵀ · n and bᵀ · n are parts of [a b]ᵀ · n. Refuses factors that a
+    product makes: its program stores them, and joining would copy them.
+    """
+    constant = set(parameters)
+    for each in graph.nodes:
+        if each.all_input_nodes and all(arg in constant for arg in each.all_input_nodes):
+            constant.add(each)
+    gradient = _behind(graph, is_tangent)
+    for root in [each for each in graph.nodes if packet_of(each) is aten.add and each in gradient]:
+        if any(packet_of(user) is aten.add for user in _users(root)):
+            continue  # a part of a larger sum
+        terms, others = _terms(root, constant, gradient)
+        if len(terms) > 1:
+            _join(graph, root, terms, others)
+            _order(graph)
+    graph.eliminate_dead_code()
+
+
+def _behind(graph: fx.Graph, begins: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for each in graph.nodes:
+        if begins(each) or any(arg in found for arg in each.all_input_nodes):
+            found.add(each)
+    return found
+
+
+def _users(each: fx.Node) -> list[fx.Node]:
+    """Who reads it, behind views."""
+    return [found for user in each.users for found in (_users(user) if packet_of(user) in _VIEWS else [user])]
+
+
+def _seen(each: Any) -> Any:
+    """What a view shows, if nobody else looks at that."""
+    while isinstance(each, fx.Node) and packet_of(each) in _VIEWS and len(each.users) == 1:
+        each = each.args[0]
+    return each
+
+
+def _terms(root: fx.Node, constant: set[fx.Node], gradient: set[fx.Node]) -> tuple[list[_Term], list[fx.Node]]:
+    """The products of a sum that can be joined, and what else is added."""
+    terms: list[_Term] = []
+    others: list[fx.Node] = []
+    stack: list[Any] = [root]
+    while stack:
+        each = stack.pop()
+        inner = _seen(each)
+        single = isinstance(inner, fx.Node) and (inner is root or len(inner.users) == 1)
+        if single and packet_of(inner) is aten.add and not inner.kwargs and _alike(inner, root):
+            stack += reversed(inner.args)
+        elif (
+            single
+            and packet_of(inner) is aten.mm
+            and inner.args[1] in constant
+            and _is_made_by_others(inner.args[0], gradient)
+        ):
+            terms.append(_Term(inner, tuple(_turned(inner.args[0]))))
+        elif isinstance(each, fx.Node):
+            others.append(each)
+        else:
+            return [], []
+    kinds = {(term.left.meta["val"].dtype, term.product.meta["val"].shape) for term in terms}
+    right = {tuple(each.args[1] for each in term.turned) for term in terms}
+    if len(kinds) != 1 or len(right) != 1 or any(each.meta["val"].shape != root.meta["val"].shape for each in others):
+        return [], []
+    return terms, others
+
+
+def _alike(inner: fx.Node, root: fx.Node) -> bool:
+    """Whether a sum is one of whole tensors of the same kind."""
+    tensors = [arg for arg in inner.args if isinstance(arg, fx.Node)]
+    value = root.meta["val"]
+    return len(tensors) == 2 and all(
+        each.meta["val"].dtype == value.dtype and each.meta["val"].numel() == value.numel() for each in tensors
+    )
+
+
+def _is_made_by_others(factor: Any, gradient: set[fx.Node]) -> bool:
+    """Whether it comes out of attention, by way of operators that are left to the graph."""
+    stack, seen, found = [factor], set(), False
+    while stack:
+        each = stack.pop()
+        if each in seen or each not in gradient:
+            continue
+        seen.add(each)
+        if packet_of(each) in _PRODUCTS:
+            return False
+        found |= is_call(each)
+        if not is_call(each):
+            stack += each.all_input_nodes
+    return found
+
+
+def _turned(each: Any) -> list[fx.Node]:
+    """The products aᵀ · n."""
+    turns = [user for user in each.users if packet_of(user) is aten.t]
+    return [user for turn in turns for user in turn.users if packet_of(user) is aten.mm and user.args[0] is turn]
+
+
+def _join(graph: fx.Graph, root: fx.Node, terms: list[_Term], others: list[fx.Node]) -> None:
+    place = {each: number for number, each in enumerate(graph.nodes)}
+    value, turned = root.meta["val"], [each for term in terms for each in term.turned]
+
+    def add(target: Any, *args: Any) -> fx.Node:
+        made = graph.call_function(target, args)
+        with value.fake_mode:
+            made.meta["val"] = target(*fx.node.map_arg(args, lambda each: each.meta["val"]))
+        return made
+
+    factors: list[Any] = [term.left for term in terms] + [each.args[1] for each in turned]
+    with graph.inserting_before(max(factors, key=place.__getitem__).next):
+        left = add(aten.cat.default, [term.left for term in terms], 1)
+        weight = add(aten.cat.default, [term.product.args[1] for term in terms], 0)
+        total = add(aten.view.default, add(aten.mm.default, left, weight), list(value.shape))
+        parts = add(aten.mm.default, add(aten.t.default, left), turned[0].args[1]) if turned else None
+        start = 0
+        for term in terms:
+            stop = start + term.left.meta["val"].shape[1]
+            for each in term.turned:
+                each.replace_all_uses_with(add(aten.slice.Tensor, parts, 0, start, stop))
+            start = stop
+    with graph.inserting_before(root):
+        for other in others:
+            total = add(aten.add.Tensor, other, total)
+    root.replace_all_uses_with(total)
+
+
+def _order(graph: fx.Graph) -> None:
+    """Readers behind what they read: the gradient of a joined weight comes later than that of its first part came."""
+    seen: set[fx.Node] = set()
+    each = next(iter(graph.nodes))
+    while each.op != "root":
+        seen.add(each)
+        for user in list(each.users):
+            if user in seen:
+                each.append(user)
+                seen.discard(user)
+        each = each.next
