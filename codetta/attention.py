@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from codetta.ir.op import compute_dtype
+
 aten = torch.ops.aten
 CAUSAL, FULL = "causal", "full"  # masks that kernels know by name
 FLASH, CUDNN = 1, 3  # PyTorch's numbers of kernels
-OTHER = 0  # a kernel that is not called by its name: gradients go through it once more
+OTHER = 0  # a kernel that is not called by its name
 _NUMBERS = {number: torch.tensor(number) for number in (OTHER, FLASH, CUDNN)}
 
 
@@ -65,16 +67,12 @@ class Attention:
         matrix, causal = self._mask(query, mask)
         if self._repeats(query, matrix):
             repeated = _repeat(query, key, value)
-            first, *others = self._repeated().backward(gradient, out, sums, kernel, query, *repeated, mask)
-            sizes = (query.shape[1] // key.shape[1], *key.shape[2:])
-            return first, *(each.reshape(*key.shape[:2], *sizes).sum(2) for each in others)  # type: ignore[return-value]
+            plain = self._repeated().backward(gradient, out, sums, kernel, query, *repeated, mask)
+            return plain[0], _folded(plain[1], key), _folded(plain[2], value)
         number = int(kernel)
         arguments = gradient, query, key, value, out, sums
         if number == OTHER:
-            with torch.enable_grad():
-                leaves = [each.detach().requires_grad_() for each in (query, key, value)]
-                again = self(leaves[0], leaves[1], leaves[2], mask)
-                return torch.autograd.grad(again, leaves, gradient)  # type: ignore[return-value]
+            return self._written_out(gradient, query, key, value, matrix, causal)
         if not query.is_cuda:
             return aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *arguments, 0.0, causal, attn_mask=_added(matrix, query), scale=self.scale
@@ -88,6 +86,26 @@ class Attention:
         return aten._scaled_dot_product_flash_attention_backward(
             *arguments, None, None, *lengths, 0.0, causal, seed, seed, scale=self.scale
         )
+
+    def _written_out(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients without a kernel: probabilities are made again, all of them."""
+        if self.grouped:
+            plain = self._repeated()._written_out(gradient, query, *_repeat(query, key, value), mask, causal)
+            return plain[0], _folded(plain[1], key), _folded(plain[2], value)
+        wide = compute_dtype(query.dtype)
+        q, k, v, g = (each.to(wide) for each in (query, key, value, gradient))
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = scale * (q @ k.transpose(-1, -2))
+        if causal:
+            scores = scores.masked_fill(~scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        added = _added(mask, scores)
+        p = aten._safe_softmax(scores if added is None else scores + added, -1)
+        dp = g @ v.transpose(-1, -2)
+        ds = scale * p * (dp - (dp * p).sum(-1, keepdim=True))
+        found = ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ g
+        return tuple(each.to(query.dtype) for each in found)
 
     def _mask(self, query: Tensor, mask: Tensor | str | None) -> tuple[Tensor | None, bool]:
         if isinstance(mask, str):
@@ -113,6 +131,11 @@ class Attention:
 
 def _repeat(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))  # type: ignore[return-value]
+
+
+def _folded(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient of heads, of that of their copies."""
+    return gradient.reshape(*like.shape[:2], -1, *like.shape[2:]).sum(2)
 
 
 def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import codetta
 from codetta import loss as module
+from codetta.integrations.logits import Logits
 
 
 def plain(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, how: dict[str, Any]) -> Tensor:
@@ -162,3 +163,96 @@ def test_refusals(wrong: dict[str, Any], what: str) -> None:
     given = {"x": torch.zeros(4, 8), "weight": torch.zeros(6, 8), "target": torch.zeros(4, dtype=torch.int64)} | wrong
     with pytest.raises(codetta.ArgumentError, match=what):
         codetta.linear_cross_entropy(**given)
+
+
+# ---- in compiled models --------------------------------------------------------------------------------------------
+
+
+class Speaks(nn.Module):
+    """A head with a loss, written in one of the ways in which people write it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.body, self.head = how, nn.Linear(12, 12), nn.Linear(12, 19, bias=how == "bias")
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        logits = self.head(torch.tanh(self.body(x)))
+        match self.how:
+            case "shifted":
+                loss = F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, 19), target[..., 1:].reshape(-1))
+            case "capped":
+                logits = torch.tanh(logits / 2.0) * 2.0
+                loss = F.cross_entropy(logits.float().view(-1, 19), target.view(-1), label_smoothing=0.1)
+            case "used":
+                loss = F.cross_entropy(logits.flatten(0, 1), target.flatten()) + logits.square().mean()
+            case "alone":
+                return (F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"),)
+            case _:
+                loss = nn.CrossEntropyLoss()(logits.view(-1, 19).float(), target.view(-1))
+        return loss, logits
+
+
+@pytest.mark.parametrize("how", ["plain", "bias", "shifted", "capped", "used", "alone"])
+def test_compiled(how: str) -> None:
+    """The loss and all gradients; logits are there for whoever looks, and not made before."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Speaks(how).double(), torch.randn(2, 5, 12, dtype=torch.float64)
+    target = torch.randint(0, 19, (2, 5))
+    target[0, 0] = -100
+    found = []
+    for compiled in (False, True):
+        if compiled:
+            codetta.compile(model)
+        loss, *logits = model(x, target)
+        found.append(
+            [loss, *torch.autograd.grad(loss, list(model.parameters())), *(each.detach() + 0 for each in logits)]
+        )
+        if compiled and logits:
+            assert isinstance(logits[0], Logits) == (how != "used")
+            assert logits[0].shape == (2, 5, 19) and logits[0].dtype == torch.float64
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    with torch.no_grad():
+        loss, *logits = model(x, target)
+        assert not any(isinstance(each, Logits) for each in logits)
+        torch.testing.assert_close(loss, found[0][0].detach())
+
+
+def test_logits_are_differentiable_too() -> None:
+    """Whoever makes another loss of them gets the sum of both gradients."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x, target = (
+        Speaks("plain").double(),
+        torch.randn(2, 5, 12, dtype=torch.float64),
+        torch.randint(0, 19, (2, 5)),
+    )
+    found = []
+    for compiled in (False, True):
+        if compiled:
+            codetta.compile(model)
+        loss, logits = model(x, target)
+        found.append(torch.autograd.grad(loss + logits.float().sigmoid().sum(), list(model.parameters())))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_logits_after_the_step() -> None:
+    """They would be those of other weights."""
+    torch._dynamo.reset()
+    model, x, target = Speaks("plain"), torch.randn(2, 5, 12), torch.randint(0, 19, (2, 5))
+    codetta.compile(model)
+    seen, missed = model(x, target)[1], model(x, target)[1]
+    before = seen.argmax(-1)
+    with torch.no_grad():
+        model.head.weight.mul_(-1.0)
+    assert torch.equal(seen.argmax(-1), before)
+    assert missed.shape == (2, 5, 19)
+    with pytest.raises(codetta.CodettaError, match="logits='always'"):
+        missed.argmax(-1)
+    torch._dynamo.reset()
+    always = codetta.compile(Speaks("plain"), options=codetta.Options(logits="always"))
+    assert not isinstance(always(x, target)[1], Logits)
+    with pytest.raises(codetta.ArgumentError, match="logits"):
+        codetta.Options(logits="never")

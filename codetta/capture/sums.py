@@ -79,7 +79,7 @@ def _terms(root: fx.Node, constant: set[fx.Node], gradient: set[fx.Node]) -> tup
         each = stack.pop()
         inner = _seen(each)
         single = isinstance(inner, fx.Node) and (inner is root or len(inner.users) == 1)
-        if single and packet_of(inner) is aten.add and not inner.kwargs and _alike(inner, root):
+        if single and packet_of(inner) is aten.add and not inner.kwargs and _adds_tensors(inner):
             stack += reversed(inner.args)
         elif (
             single
@@ -92,20 +92,22 @@ def _terms(root: fx.Node, constant: set[fx.Node], gradient: set[fx.Node]) -> tup
             others.append(each)
         else:
             return [], []
-    kinds = {(term.left.meta["val"].dtype, term.product.meta["val"].shape) for term in terms}
     right = {tuple(each.args[1] for each in term.turned) for term in terms}
-    if len(kinds) != 1 or len(right) != 1 or any(each.meta["val"].shape != root.meta["val"].shape for each in others):
+    alike = all(_kind(term.product) == _kind(terms[0].product) for term in terms)
+    if len(right) != 1 or not alike or any(_kind(each) != _kind(root) for each in others):
         return [], []
     return terms, others
 
 
-def _alike(inner: fx.Node, root: fx.Node) -> bool:
+def _kind(each: Any) -> tuple[torch.dtype, str]:
+    return each.meta["val"].dtype, str(
+        tuple(each.meta["val"].shape)
+    )  # sizes may be symbols, which nobody is to compare
+
+
+def _adds_tensors(each: fx.Node) -> bool:
     """Whether a sum is one of whole tensors of the same kind."""
-    tensors = [arg for arg in inner.args if isinstance(arg, fx.Node)]
-    value = root.meta["val"]
-    return len(tensors) == 2 and all(
-        each.meta["val"].dtype == value.dtype and each.meta["val"].numel() == value.numel() for each in tensors
-    )
+    return all(isinstance(arg, fx.Node) and _kind(arg) == _kind(each) for arg in each.args)
 
 
 def _is_made_by_others(factor: Any, gradient: set[fx.Node]) -> bool:

@@ -1,0 +1,127 @@
+"""Attention as one operator: every kind of mask and of heads, with gradients, against PyTorch's own; and in compiled models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import codetta
+from codetta.attention import Attention
+from codetta.capture.kinds import packet_of
+from codetta.integrations.dynamo import backend_of
+from codetta.partition import Run
+
+ours = torch.ops.codetta
+
+
+def tensors(heads: int = 4, shared: int = 4, rows: int = 5, cols: int = 5, width: int = 8) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = [(2, heads, rows, width), (2, shared, cols, width), (2, shared, cols, width)]
+    return [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def masks(rows: int, cols: int) -> dict[str, Tensor | None]:
+    torch.manual_seed(1)
+    allowed = torch.rand(2, 1, rows, cols) > 0.3
+    allowed[..., 0] = True
+    return {"none": None, "bool": allowed, "added": torch.randn(rows, cols, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("kernel", [None, SDPBackend.MATH], ids=["any", "math"])
+@pytest.mark.parametrize("mask", ["none", "bool", "added", "causal"])
+@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (4, 2)])
+@pytest.mark.parametrize("width", [8, 7])
+def test_gradients(mask: str, heads: int, shared: int, width: int, kernel: SDPBackend | None) -> None:
+    """Of the kernel that PyTorch would take, and of those that must be gone through once more."""
+    given = tensors(heads, shared, width=width)
+    matrix = masks(5, 5).get(mask)
+    how = (mask == "causal", 0.3, heads != shared)
+    with sdpa_kernel(kernel) if kernel is not None else sdpa_kernel(list(SDPBackend.__members__.values())[1:]):
+        found = ours.attention_forward(*given, matrix, *how)[0]
+    expected = F.scaled_dot_product_attention(*given, matrix, is_causal=how[0], scale=0.3, enable_gqa=how[2])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(ours.attention(*given, matrix, *how), expected)
+    tangent = torch.randn_like(expected)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, given, tangent), torch.autograd.grad(expected, given, tangent), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradcheck(causal: bool) -> None:
+    given = tensors(2, 1, rows=3, cols=3)
+    assert torch.autograd.gradcheck(lambda *each: ours.attention_forward(*each, None, causal, None, True)[0], given)
+
+
+def test_nothing_to_attend_to() -> None:
+    query, key, value = tensors(rows=0)
+    out, *kept = Attention(False, None, False).forward(query, key, value, None)
+    assert out.shape == query.shape
+    found = Attention(False, None, False).backward(torch.zeros_like(out), out, *kept, query, key, value, None)
+    assert [each.shape for each in found] == [query.shape, key.shape, value.shape]
+
+
+class Attends(nn.Module):
+    """Queries that share heads, a mask of sizes alone or one that is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        heads = [each(x).view(*x.shape[:2], -1, 4).transpose(1, 2) for each in (self.q, self.k, self.v)]
+        query, key, value = heads[0], *(each.repeat_interleave(2, 1) for each in heads[1:])
+        if mask is None:
+            mask = torch.arange(x.shape[1])[:, None] >= torch.arange(x.shape[1])
+        return F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(given: bool, dynamic: bool) -> None:
+    """One call each way; heads are not repeated, and a causal mask is called by its name."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Attends(), torch.randn(2, 6, 16, requires_grad=True)
+    mask = torch.rand(6, 6) > 0.2 if given else None
+    wanted = [x, *model.parameters()]
+    expected = torch.autograd.grad(model(x, mask).square().sum(), wanted)
+    codetta.compile(model, dynamic=dynamic)
+    found = torch.autograd.grad(model(x, mask).square().sum(), wanted)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    backend = backend_of(model)
+    assert backend is not None
+    (training,) = backend.trainings
+    calls = [step.target for step in training.plan.steps if isinstance(step, Run)]
+    forward, backward = (
+        next(each for each in calls if packet_of(each) is packet)
+        for packet in (ours.attention_forward, ours.attention_backward)
+    )
+    for each in (forward, backward):
+        assert each.args[-1] is True and each.args[-6].meta["val"].shape[1] == 2
+
+
+def test_a_mask_with_gradients_stays() -> None:
+    """A learned bias: the kernel that makes its gradient is PyTorch's to choose."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.bias = nn.Linear(8, 24), nn.Parameter(torch.randn(5, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(*self.qkv(x)[:, None].chunk(3, -1), self.bias)
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Biased(), torch.randn(2, 5, 8)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    codetta.compile(model)
+    found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
