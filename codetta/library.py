@@ -389,15 +389,19 @@ def _logits(z: Value, bias: Value | None, cap: float | None) -> Value:
 @epilogue
 def lse_target(
     acc: Value, target: Col, bias: Row | None = None, cap: float | None = None,
-    sumsq: Col | None = None, width: int = 0, eps: float = 1e-6,
+    sumsq: Col | None = None, width: int = 0, eps: float = 1e-6, shares: Row | None = None,
 ) -> Outputs:  # fmt: skip
     """lse = log Σ exp(logits) and picked = logits[target] of each row; the logits themselves are not stored.
 
     logits = r·acc + bias, capped if `cap` is given. Cross-entropy is lse - picked; a target outside the columns (an ignored
-    label) picks 0, and the caller leaves its row out.
+    label) picks 0, and the caller leaves its row out. shared = Σ shares·logits if they are given, for smoothed labels.
     """
-    logits = _logits(deferred(acc, sumsq, width, eps), bias, cap)
-    return {"lse": row_lse(logits), "picked": pick(logits, target)}
+    return _scores(_logits(deferred(acc, sumsq, width, eps), bias, cap), target, shares)
+
+
+def _scores(logits: Value, target: Value, shares: Value | None) -> Outputs:
+    found: Outputs = {"lse": row_lse(logits), "picked": pick(logits, target)}
+    return found if shares is None else {**found, "shared": row_sum(logits * shares)}
 
 
 @epilogue
@@ -415,8 +419,7 @@ def logits_target(
     gradient would be nothing but rounding.
     """
     logits = dsl.cast(_logits(acc, bias, cap), dtype)
-    outputs: Outputs = {"logits": logits, "lse": row_lse(logits), "picked": pick(logits, target)}
-    return outputs if shares is None else {**outputs, "shared": row_sum(logits * shares)}
+    return {"logits": logits, **_scores(logits, target, shares)}
 
 
 @epilogue

@@ -747,16 +747,17 @@ def test_attention_stays_whole(how: str, shared: bool, dynamic: bool) -> None:
 
 
 def test_attention_under_autocast() -> None:
-    """Autocast would cast what attention is given: there it stays PyTorch's own."""
+    """Autocast casts what attention is given."""
     torch.manual_seed(0)
     model, x = Attends("shared"), torch.randn(2, 6, 16)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(x)
         codetta.compile(model)
         got = model(x)
-    assert got.dtype == expected.dtype
+    assert got.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
-    assert not attention_calls(model)
+    (call,) = attention_calls(model)
+    assert all(arg.meta["val"].dtype == torch.bfloat16 for arg in call.args[:3])
 
 
 def test_attention_with_dropout() -> None:

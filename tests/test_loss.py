@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import codetta
-from codetta import loss as module
 from codetta.integrations.logits import Logits
+from codetta.runtime import loss as module
 
 
 def plain(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, how: dict[str, Any]) -> Tensor:
@@ -62,17 +62,20 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("how", OPTIONS, ids=lambda each: "-".join(each) or "plain")
 @pytest.mark.parametrize("rows", [1, 37])
 @pytest.mark.parametrize("biased", [False, True])
-def test_options(how: dict[str, Any], rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """float64, in chunks of eight rows: the same numbers as PyTorch's, the loss and all gradients."""
-    monkeypatch.setattr(module, "ROWS", 8)
-    monkeypatch.setattr(module, "CHUNK", 1)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_options(
+    how: dict[str, Any], rows: int, biased: bool, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float64, in chunks of eight rows or strips of eight classes: the same numbers as PyTorch's, the loss and all gradients."""
+    for name, value in {"ROWS": 8, "CHUNK": 1, "COLS": 8, "STRIP": 1}.items():
+        monkeypatch.setattr(module, name, value)
     (x, weight, bias), target = case(rows, 12, 29, torch.float64)
     if "ignore_index" in how:
         target = target.clamp_min(0)
         target[0] = 3
     how = how | ({"class_weight": torch.rand(29) + 0.1} if "class_weight" in how else {})
     leaves = [x, weight, bias] if biased else [x, weight]
-    ours = codetta.linear_cross_entropy(x, weight, target, bias if biased else None, **how)
+    ours = codetta.linear_cross_entropy(x, weight, target, bias if biased else None, recompute=recompute, **how)
     theirs = plain(x, weight, target, bias if biased else None, how)
     torch.testing.assert_close(ours, theirs)
     for got, expected in zip(gradients(ours, leaves), gradients(theirs, leaves), strict=True):
@@ -83,15 +86,17 @@ def test_options(how: dict[str, Any], rows: int, biased: bool, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@given(rows=st.integers(1, 70), classes=st.integers(1, 90), ignored=st.sampled_from([0.0, 0.5]))
-@settings(max_examples=8, deadline=None)
-def test_budget(dtype: torch.dtype, rows: int, classes: int, ignored: float) -> None:
+@given(
+    rows=st.integers(1, 70), classes=st.integers(1, 90), ignored=st.sampled_from([0.0, 0.5]), recompute=st.booleans()
+)
+@settings(max_examples=12, deadline=None)
+def test_budget(dtype: torch.dtype, rows: int, classes: int, ignored: float, recompute: bool) -> None:
     """At most twice as far from float64 as PyTorch is on the same numbers."""
     (x, weight, bias), target = case(rows, 24, classes, dtype, ignored)
     wide = [each.detach().double().requires_grad_() for each in (x, weight, bias)]
     truth = plain(*wide[:2], target, wide[2], {})
     eager = F.cross_entropy(F.linear(x, weight, bias).float(), target)
-    ours = codetta.linear_cross_entropy(x, weight, target, bias)
+    ours = codetta.linear_cross_entropy(x, weight, target, bias, recompute=recompute)
     found = [
         [each, *torch.autograd.grad(each, leaves)]
         for each, leaves in ((truth, wide), (eager, [x, weight, bias]), (ours, [x, weight, bias]))
@@ -124,6 +129,8 @@ def test_labels() -> None:
     assert all(each.eq(0).all() for each in gradients(nobody, [x, weight]))
     empty = codetta.linear_cross_entropy(x[:0], weight, target[:0], reduction="sum")
     assert empty == 0 and gradients(empty, [weight])[0].eq(0).all()
+    empty = codetta.linear_cross_entropy(x[:0], weight, target[:0], reduction="none")
+    assert empty.shape == (0,) and gradients(empty, [weight])[0].eq(0).all()
     with pytest.raises(RuntimeError):
         codetta.linear_cross_entropy(x, weight, torch.full_like(target, 6))
 
@@ -256,3 +263,22 @@ def test_logits_after_the_step() -> None:
     assert not isinstance(always(x, target)[1], Logits)
     with pytest.raises(codetta.ArgumentError, match="logits"):
         codetta.Options(logits="never")
+
+
+def test_autocast() -> None:
+    """Products in bfloat16, loss and gradients in float32; logits, too, are those of the autocast that was on."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x, target = Speaks("capped"), torch.randn(2, 5, 12), torch.randint(0, 19, (2, 5))
+    found = []
+    for compiled in (False, True):
+        if compiled:
+            codetta.compile(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, logits = model(x, target)
+        assert loss.dtype == torch.float32 and logits.dtype == torch.bfloat16
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters())), logits.detach() + 0])
+    assert isinstance(logits, Logits)
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=0.03, atol=0.01)

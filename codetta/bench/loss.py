@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import codetta
 from codetta.bench.run import Row
 from codetta.bench.timing import medians
 
-IMPLEMENTATIONS = ("eager", "compile", "liger", "cce", "codetta")
+IMPLEMENTATIONS = ("eager", "compile", "liger", "cce", "codetta", "codetta-recompute")
 
 
 def measure_loss(
@@ -70,7 +71,7 @@ def _contender(name: str) -> Any:
         return _liger if importlib.util.find_spec("liger_kernel") is not None else None
     if name == "cce":
         return _cce if importlib.util.find_spec("cut_cross_entropy") is not None else None
-    return codetta.linear_cross_entropy
+    return partial(codetta.linear_cross_entropy, recompute=name.endswith("recompute"))
 
 
 def _eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:

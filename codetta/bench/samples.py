@@ -155,6 +155,7 @@ def _builders(make: Maker) -> dict[str, Callable[[], dict[str, Any]]]:
         "norm_qk_rope": lambda: qkv(q_weight=make(head), k_weight=make(head)),
         "softcap_logits": lambda: logits(cap=30.0),
         "lse_target": lambda: logits(target=make.targets()),
+        "logits_target": lambda: logits(target=make.targets(), dtype=torch.bfloat16),
         "quantize_store": lambda: {"a": acts(d), "w": make.weight(f, d), "dtype": torch.int8, "group": 128},
         "swiglu_backward": lambda: {"a": acts(d), "w": make.weight(f, d), "z": acts(2 * f), **norm()},
         "geglu_backward": lambda: {"a": acts(d), "w": make.weight(f, d), "z": acts(2 * f), **norm(), "recompute": True},

@@ -34,11 +34,20 @@ def is_call(each: fx.Node) -> bool:
     return "scaled_dot_product" in getattr(packet, "__name__", "") or str(packet).startswith("codetta.")
 
 
-def under_autocast(module: fx.GraphModule) -> bool:
-    """Whether somewhere in a graph that is yet to be traced operators may cast what they are given."""
-    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-        return True
+def enters_autocast(module: fx.GraphModule) -> bool:
+    """Whether operators of a graph that is yet to be traced may cast what they are given, depending on where they stand."""
     return any(each.target is torch.amp.autocast_mode._enter_autocast for each in module.graph.nodes)
+
+
+def as_autocast(graph: fx.Graph, each: Any) -> Any:
+    """An argument as an operator that runs in lower precision would be given it, under the autocast that is on; before the insertion point."""
+    value = each.meta.get("example_value") if isinstance(each, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not torch.is_autocast_enabled(value.device.type):
+        return each
+    dtype = torch.get_autocast_dtype(value.device.type)
+    if not value.is_floating_point() or value.dtype in (dtype, torch.float64):
+        return each
+    return graph.call_method("to", (each, dtype))
 
 
 def is_size(each: fx.Node) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from codetta.capture.kinds import under_autocast
+from codetta.capture.kinds import as_autocast, enters_autocast
 from codetta.loss import linear_cross_entropy
 
 _SHAPES = ("view", "reshape", "flatten")
@@ -41,10 +41,10 @@ def loss_takes_the_head(module: fx.GraphModule, lazy: bool) -> list[Spared]:
 
     Reassociates. Before the tracer sees the graph; logits may be cut by rows, seen otherwise and capped on the way. Where they are also
     an output, they are made when somebody looks at them, if that may be (`lazy`). Refuses logits that the graph itself uses otherwise,
-    labels that are probabilities, and autocast.
+    labels that are probabilities, and graphs that switch autocast on and off.
     """
     spared: list[Spared] = []
-    if under_autocast(module):
+    if enters_autocast(module):
         return spared
     for loss in module.graph.find_nodes(op="call_function", target=F.cross_entropy):
         arguments = _arguments(*loss.args, **loss.kwargs)
@@ -199,11 +199,14 @@ def _replace(module: fx.GraphModule, loss: fx.Node, found: _Found, arguments: di
     rows, weight, bias = (
         found.head.kwargs.get(name, each) for name, each in zip(("input", "weight", "bias"), given, strict=True)
     )
+    width = _value(weight).shape[1]  # type: ignore[union-attr]
     how = {name: each for name, each in arguments.items() if name not in ("input", "target")} | {"softcap": found.cap}
     with graph.inserting_before(loss):
         for index in found.cuts:
             rows = graph.call_function(operator.getitem, (rows, index))
-        rows = graph.call_method("reshape", (rows, -1, _value(weight).shape[1]))  # type: ignore[union-attr]
+        # As the head would have been given them.
+        rows, weight, bias = (as_autocast(graph, each) for each in (rows, weight, bias))
+        rows = graph.call_method("reshape", (rows, -1, width))
         call: Callable[..., Any] = linear_cross_entropy
         made = graph.call_function(call, (rows, weight, arguments["target"], bias), how)
         made = graph.call_method("to", (made, result.dtype))  # type: ignore[union-attr]
