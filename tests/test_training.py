@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,22 @@ from zoo import LAYERS, ZOO, outputs
 
 import codetta
 from codetta.integrations.dynamo import backend_of
-from codetta.partition import Finish, Launch, Step
+from codetta.partition import Finish, Launch, Run, Step
 from codetta.runtime.executor import Training
 
 ROOT = Path(__file__).parent.parent
 
 
-def _example() -> Any:
-    """examples/train.py."""
-    spec = importlib.util.spec_from_file_location("train", ROOT / "examples/train.py")
+def _example(name: str) -> Any:
+    """One of the examples, as a module that others of them may import."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-example = _example()
+example = _example("train")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -309,3 +310,28 @@ def test_example(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.argv", ["train.py", "--steps", "3", "--batch", "2", "--length", "16"])
     example.main()
     assert "tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer(bf16: bool) -> None:
+    """examples/trainer.py: the Trainer's losses with and without us, one graph each way, and in it attention and the loss as calls."""
+    pytest.importorskip("accelerate")
+    trainer, losses = _example("trainer"), []
+    for compiled in (False, True):
+        model = example.build("llama")
+        if compiled:
+            codetta.compile(model)
+        losses.append(trainer.run(model, 3, bf16, batch=2, length=24))
+    assert len(losses[0]) == 3
+    torch.testing.assert_close(*losses, rtol=5e-3 if bf16 else 1e-4, atol=0.0)
+    (training,) = trainings(model)
+    calls = {str(step.target.target) for step in training.plan.steps if isinstance(step, Run)}
+    assert {
+        "codetta.attention_forward.default",
+        "codetta.attention_backward.default",
+        "codetta.linear_loss.default",
+    } <= calls
+    launched = {
+        step.program.a_dtype for step in training.plan.steps if isinstance(step, Launch) and step.program.multiplies
+    }
+    assert launched == {torch.bfloat16 if bf16 else torch.float32}

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 import codetta.attention  # noqa: F401 (its operators)
-from codetta.capture.kinds import as_autocast, enters_autocast, packet_of
+from codetta.capture.kinds import as_autocast, autocasts, packet_of
 
 aten, ours = torch.ops.aten, torch.ops.codetta
 OPERATORS = (ours.attention, ours.attention_forward, ours.attention_backward)
@@ -24,10 +24,9 @@ KEY, MASK, HOW, GROUPED = -6, -4, -3, -1  # where their arguments stand: the las
 def stays_whole(module: fx.GraphModule, training: bool) -> None:
     """scaled_dot_product_attention(q, k, v, mask)  ->  attention(q, k, v, mask)
 
-    Exact. Before the tracer sees the graph. Refuses dropout, masks with gradients, and graphs that switch autocast on and off.
+    Exact. Before the tracer sees the graph. Refuses dropout, and masks with gradients.
     """
-    if enters_autocast(module):
-        return
+    casts = autocasts(module)
     for each in module.graph.find_nodes(op="call_function", target=torch._C._nn.scaled_dot_product_attention):
         arguments = _arguments(*each.args, **each.kwargs)
         if arguments is None:
@@ -36,7 +35,7 @@ def stays_whole(module: fx.GraphModule, training: bool) -> None:
         if training and isinstance(mask, torch.Tensor) and mask.requires_grad:
             continue
         with module.graph.inserting_before(each):
-            arguments = tuple(as_autocast(module.graph, argument) for argument in arguments)
+            arguments = tuple(as_autocast(module.graph, argument, casts[each]) for argument in arguments)
             if training:
                 call = module.graph.call_function(ours.attention_forward.default, arguments)
                 each.target, each.args, each.kwargs = operator.getitem, (call, 0), {}

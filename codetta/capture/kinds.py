@@ -34,20 +34,36 @@ def is_call(each: fx.Node) -> bool:
     return "scaled_dot_product" in getattr(packet, "__name__", "") or str(packet).startswith("codetta.")
 
 
-def enters_autocast(module: fx.GraphModule) -> bool:
-    """Whether operators of a graph that is yet to be traced may cast what they are given, depending on where they stand."""
-    return any(each.target is torch.amp.autocast_mode._enter_autocast for each in module.graph.nodes)
+Autocast = dict[
+    str, torch.dtype | None
+]  # what operators in lower precision cast to, by kind of device; None: nothing is cast
 
 
-def as_autocast(graph: fx.Graph, each: Any) -> Any:
-    """An argument as an operator that runs in lower precision would be given it, under the autocast that is on; before the insertion point."""
+def autocasts(module: fx.GraphModule) -> dict[fx.Node, Autocast]:
+    """What is on where each operator stands, in a graph that is yet to be traced: from outside, or switched on and off in the graph."""
+    kinds = ("cpu", "cuda")
+    now: Autocast = {
+        kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds
+    }
+    found, before = {}, {}
+    for each in module.graph.nodes:
+        if each.target is torch.amp.autocast_mode._enter_autocast:
+            kind, dtype, enabled = [*each.args, None, True][:3]
+            before[each] = now
+            now = now | {str(kind): (dtype or torch.get_autocast_dtype(str(kind))) if enabled else None}
+        elif each.target is torch.amp.autocast_mode._exit_autocast:
+            now = before[each.args[0]]
+        found[each] = now
+    return found
+
+
+def as_autocast(graph: fx.Graph, each: Any, now: Autocast) -> Any:
+    """An argument as an operator in lower precision would be given it; made before the insertion point."""
     value = each.meta.get("example_value") if isinstance(each, fx.Node) else None
-    if not isinstance(value, torch.Tensor) or not torch.is_autocast_enabled(value.device.type):
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == torch.float64:
         return each
-    dtype = torch.get_autocast_dtype(value.device.type)
-    if not value.is_floating_point() or value.dtype in (dtype, torch.float64):
-        return each
-    return graph.call_method("to", (each, dtype))
+    dtype = now.get(value.device.type)
+    return each if dtype in (None, value.dtype) else graph.call_method("to", (each, dtype))
 
 
 def is_size(each: fx.Node) -> bool:

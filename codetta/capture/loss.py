@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from codetta.capture.kinds import as_autocast, enters_autocast
+from codetta.capture.kinds import Autocast, as_autocast, autocasts
 from codetta.loss import linear_cross_entropy
 
 _SHAPES = ("view", "reshape", "flatten")
@@ -26,6 +26,7 @@ class Spared:
     make: fx.GraphModule  # (rows, parameters) -> logits
     parameters: tuple[int, ...]  # among the inputs; the weight is the first
     dtype: torch.dtype
+    autocast: Autocast  # that the head ran under
 
 
 @dataclass
@@ -40,27 +41,27 @@ def loss_takes_the_head(module: fx.GraphModule, lazy: bool) -> list[Spared]:
     """cross_entropy(linear(x, w), target)  ->  linear_cross_entropy(x, w, target)
 
     Reassociates. Before the tracer sees the graph; logits may be cut by rows, seen otherwise and capped on the way. Where they are also
-    an output, they are made when somebody looks at them, if that may be (`lazy`). Refuses logits that the graph itself uses otherwise,
-    labels that are probabilities, and graphs that switch autocast on and off.
+    an output, they are made when somebody looks at them, if that may be (`lazy`). Refuses logits that the graph itself uses otherwise
+    and labels that are probabilities.
     """
     spared: list[Spared] = []
-    if enters_autocast(module):
-        return spared
+    casts = autocasts(module)
     for loss in module.graph.find_nodes(op="call_function", target=F.cross_entropy):
         arguments = _arguments(*loss.args, **loss.kwargs)
         found = _found(arguments["input"]) if arguments is not None else None
         if arguments is None or found is None:
             continue
         outside = {user for each in found.chain for user in each.users if user not in found.chain and user is not loss}
-        if any(user.op != "output" for user in outside) or (outside and not lazy):
+        cast = [each for each in outside if _is_cast_and_handed_out(each)]
+        if any(user.op != "output" for user in outside.difference(cast)) or (outside and not lazy):
             continue
         if outside:
-            handed = _handed_out(module, found)
+            handed = _handed_out(module, found, cast, casts[found.head])
             if handed is None:
                 continue
             spared += handed
-        _replace(module, loss, found, arguments)
-        for each in reversed(found.chain):  # no more than these: what writes in place has no readers either
+        _replace(module, loss, found, arguments, casts[found.head])
+        for each in [*cast, *reversed(found.chain)]:  # no more than these: what writes in place has no readers either
             if not each.users:
                 module.graph.erase_node(each)
     module.recompile()
@@ -162,22 +163,30 @@ def _capped(each: fx.Node) -> tuple[float, list[fx.Node]] | None:
     return None
 
 
-def _handed_out(module: fx.GraphModule, found: _Found) -> list[Spared] | None:
-    """Those of the chain that are outputs; None if they are not shaped as the head's result, or need more than parameters."""
+def _is_cast_and_handed_out(each: fx.Node) -> bool:
+    """As those do who wrap a model for mixed precision."""
+    casts = _name(each) == "float" or (_name(each) == "to" and _keeps_digits(each))
+    return casts and all(user.op == "output" for user in each.users)
+
+
+def _handed_out(module: fx.GraphModule, found: _Found, cast: list[fx.Node], now: Autocast) -> list[Spared] | None:
+    """Those of the chain, and casts of them, that are outputs; None if they are not shaped as the head's result, or need more than
+    parameters."""
     placeholders = module.graph.find_nodes(op="placeholder")
     (output,) = module.graph.find_nodes(op="output")
     outputs = list(output.args[0])
     head, spared = found.head, []
     for at, each in enumerate(outputs):
-        if each not in found.chain:
+        if each not in found.chain and each not in cast:
             continue
-        value = _value(each)
+        value, last = _value(each), each.args[0] if each in cast else each
         parameters = [arg for arg in head.all_input_nodes if arg is not head.args[0]]
         parameters.sort(key=lambda arg: arg is not head.args[1])
         if value is None or value.shape != _value(head).shape or any(arg not in placeholders for arg in parameters):  # type: ignore[union-attr]
             return None
-        make = _alone(found.chain[: found.chain.index(each) + 1], [head.args[0], *parameters])  # type: ignore[list-item]
-        spared.append(Spared(at, make, tuple(map(placeholders.index, parameters)), value.dtype))
+        chain = found.chain[: found.chain.index(last) + 1] + ([each] if each in cast else [])
+        make = _alone(chain, [head.args[0], *parameters])  # type: ignore[list-item]
+        spared.append(Spared(at, make, tuple(map(placeholders.index, parameters)), value.dtype, now))
     for each in spared:
         outputs[each.at] = head.args[0]
     output.args = (tuple(outputs),)
@@ -193,7 +202,7 @@ def _alone(chain: list[fx.Node], inputs: list[fx.Node]) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-def _replace(module: fx.GraphModule, loss: fx.Node, found: _Found, arguments: dict[str, Any]) -> None:
+def _replace(module: fx.GraphModule, loss: fx.Node, found: _Found, arguments: dict[str, Any], now: Autocast) -> None:
     graph, result = module.graph, _value(loss)
     given = [*found.head.args, None][:3]
     rows, weight, bias = (
@@ -205,7 +214,7 @@ def _replace(module: fx.GraphModule, loss: fx.Node, found: _Found, arguments: di
         for index in found.cuts:
             rows = graph.call_function(operator.getitem, (rows, index))
         # As the head would have been given them.
-        rows, weight, bias = (as_autocast(graph, each) for each in (rows, weight, bias))
+        rows, weight, bias = (as_autocast(graph, each, now) for each in (rows, weight, bias))
         rows = graph.call_method("reshape", (rows, -1, width))
         call: Callable[..., Any] = linear_cross_entropy
         made = graph.call_function(call, (rows, weight, arguments["target"], bias), how)

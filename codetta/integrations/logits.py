@@ -85,8 +85,7 @@ class _Later:
     def __init__(self, spared: Spared, rows: Tensor, parameters: list[Tensor]) -> None:
         self.spared, self.rows, self.parameters = spared, rows, parameters
         self.versions = [each._version for each in parameters]
-        self.grad, kind = torch.is_grad_enabled(), rows.device.type
-        self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self.grad = torch.is_grad_enabled()
 
     def __call__(self) -> Tensor:
         if [each._version for each in self.parameters] != self.versions:
@@ -94,6 +93,8 @@ class _Later:
                 "these logits were not made, since nobody had looked at them, and the head's weight has changed since: look at them "
                 "before the optimiser's step, or compile with Options(logits='always')"
             )
-        with torch.set_grad_enabled(self.grad), torch.autocast(*self.autocast):
+        kind = self.rows.device.type
+        dtype = self.spared.autocast.get(kind)
+        with torch.set_grad_enabled(self.grad), torch.autocast(kind, dtype, enabled=dtype is not None):
             found: Tensor = self.spared.make(self.rows, *self.parameters)
         return found
