@@ -23,11 +23,18 @@ BACKENDS = ("reference", "cpu", "triton")
 def run(program: Program, binding: Binding, backend: str | None = None) -> dict[str, Tensor | Stat]:
     """Run the program on its tensors: pick the backend, build or find the kernel, launch it."""
     chosen, reasons = choose(program, binding, backend)
-    if reasons:
-        _say_once(program.key, f"{program.name} runs on the reference backend: " + "; ".join(map(str, reasons)))
     if debug_level() >= 1:
         print(f"codetta: {program.name} ({binding.rows} rows) on {chosen.name}")
-    return chosen.run(program, binding)
+    try:
+        results = chosen.run(program, binding)
+    except LoweringError as error:  # its compiler failed
+        if backend is not None:
+            raise
+        reasons = error.reasons
+        results = load_backend("reference").run(program, binding)
+    if reasons:
+        _say_once(program.key, f"{program.name} runs on the reference backend: " + "; ".join(map(str, reasons)))
+    return results
 
 
 def choose(program: Program, binding: Binding, wanted: str | None = None) -> tuple[Backend, list[Reason]]:

@@ -46,6 +46,7 @@ class TritonBackend:
 
     def __init__(self) -> None:
         self._known: dict[object, Tile | None] = {}  # tiles of calls that were seen before
+        self._broken: dict[tuple[Program, Tile], Reason] = {}  # whose kernels did not compile
 
     def why_not(self, program: Program, binding: Binding) -> list[Reason]:
         device = binding.a.device
@@ -80,7 +81,30 @@ class TritonBackend:
             self.compile(program, binding, tile)
 
     def run(self, program: Program, binding: Binding) -> dict[str, Tensor | Stat]:
-        return self.launch(program, binding, self.tile(program, binding))
+        """With the best tile; where its kernel does not compile on this target, with the next one, as long as there is one."""
+        while True:
+            tile = self.tile(program, binding)
+            try:
+                return self.launch(program, binding, tile)
+            except Exception as error:  # what compilers raise has no common ancestor
+                reason = self._why_not_compiled(program, binding, tile, error)
+                if reason is None:
+                    raise
+                self._broken[program, tile] = reason
+                self._known.clear()
+
+    def _why_not_compiled(self, program: Program, binding: Binding, tile: Tile, error: Exception) -> Reason | None:
+        """The reason, if it was the compiler that failed; None if it was the launch."""
+        if isinstance(error, torch.OutOfMemoryError | LoweringError):
+            return None
+        try:
+            self.compile(program, binding, tile)
+        except Exception as again:
+            said = str(again).strip().splitlines() or [type(again).__name__]
+            return Reason(
+                "compiler", f"the {tile.loop} loop with {tile.rows}x{tile.cols} tiles does not compile: {said[-1]}"
+            )
+        return None
 
     def source(self, program: Program, binding: Binding) -> str:
         return source(program, self.tile(program, binding), self._widen(program, binding))
@@ -89,7 +113,8 @@ class TritonBackend:
         """The tile for this call: tuned if it has been, else the default."""
         best = self._best(program, binding, binding.a.device)
         if best is None:
-            raise LoweringError(f"no legal tile for {program.name}", self.candidates(program, binding)[1])
+            broken = [reason for (known, _), reason in self._broken.items() if known == program]
+            raise LoweringError(f"no tile for {program.name}", broken + self.candidates(program, binding)[1])
         return best
 
     def _best(self, program: Program, binding: Binding, device: torch.device) -> Tile | None:
@@ -102,7 +127,8 @@ class TritonBackend:
             tiles, _ = candidates(program, bucket(binding.rows), target, aligned(program, binding))
             # What was tuned for other tensors of this bucket, or by another version, may be illegal here.
             first = (tuned.tile,) if tuned and tuned.tile in tiles else ()
-            fits = (tile for tile in (*first, *tiles) if not _why_not_tensors(program, binding, tile))
+            sound = (tile for tile in (*first, *tiles) if (program, tile) not in self._broken)
+            fits = (tile for tile in sound if not _why_not_tensors(program, binding, tile))
             self._known[key] = next(fits, None)
         return self._known[key]
 
