@@ -21,6 +21,7 @@ from torch import fx
 
 from codetta.capture import capture
 from codetta.capture.attention import heads_are_shared
+from codetta.capture.inner_products import inner_product_passes
 from codetta.capture.repeats import without_repeats
 from codetta.capture.sums import sums_of_products_join
 from codetta.capture.weight_gradients import gradients_look_again, row_scale_crosses
@@ -86,15 +87,16 @@ def plan_of(
 ) -> Plan:
     """capture, rewrite, partition, until every program is one that a backend can run; the rest stays with the graph."""
     graph, parameters = module.graph, list(parameters)
+    left: dict[fx.Node, Reason] = {}
     without_repeats(graph)
+    heads_are_shared(graph)
     if outputs is not None:
         if options.numerics == "default":
             sums_of_products_join(graph, parameters)
+            left |= inner_product_passes(graph)
         gradients_look_again(graph, parameters)
         without_repeats(graph)
-    heads_are_shared(graph)
     laws = [row_scale_commutes] if options.numerics == "default" else []
-    left: dict[fx.Node, Reason] = {}
     while True:
         captured = capture(graph, parameters, laws, left)
         if laws and outputs is not None and row_scale_crosses(captured):

@@ -8,6 +8,7 @@ from typing import Any
 
 from codetta.capture.attention import heads_are_shared, mask_has_a_name, stays_whole
 from codetta.capture.columns import cut_commutes, expand
+from codetta.capture.inner_products import inner_product_passes
 from codetta.capture.loss import loss_takes_the_head
 from codetta.capture.reader import late_is_staged
 from codetta.capture.sums import sums_of_products_join
@@ -45,6 +46,7 @@ def laws() -> list[Law]:
         _law("variance_is_a_moment", variance_is_a_moment),
         _law("late_is_staged", late_is_staged),
         _law("inner_product_moves", inner_product_moves),
+        _law("inner_product_passes", inner_product_passes),
         _law("row_scale_crosses", row_scale_crosses),
         _law("sums_of_products_join", sums_of_products_join),
         _law("gradients_look_again", gradients_look_again),

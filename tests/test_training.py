@@ -131,10 +131,31 @@ def test_nothing_normalised_is_kept() -> None:
     first, second = plan.steps[: plan.forward], plan.steps[plan.forward :]
     assert sum(isinstance(step, Launch) for step in first) == 4 * LAYERS + 2
     assert stages(first) == 1  # the statistics of the first norm
-    assert stages(second) == LAYERS + 1  # attention's norms, and the last
+    assert stages(second) == 1  # the last norm, whose gradient no product makes
     assert "inner_product_moves" in {law for laws in plan.graph.fired.values() for law in laws}
     sums = [step for step in second if isinstance(step, Finish) and step.value.op == "col_sum"]
     assert len(sums) == 2 * LAYERS + 1  # of the norms' weights
+
+
+@pytest.mark.parametrize(
+    ("design", "passes"),
+    [
+        (Design(), True),
+        (Design(norm="rms_one_plus", kv_heads=2, rotary="pairs"), True),
+        (Design(norm="rms_module", rotary="partial"), True),
+        (Design(qk_norm=True), False),  # not linear
+        (Design(bias=True), False),  # linear but for an offset
+    ],
+    ids=str,
+)
+def test_inner_products_that_pass_attention(by_reference: None, design: Design, passes: bool) -> None:
+    """q, k and v in one product over joined columns, in whose epilogue the norm's gradient ends; or a program of its own for that."""
+    model = design.module(torch.float32)
+    codetta.compile(model, options=codetta.Options(leftover="graph"))
+    loss(model(design.tokens(torch.float32))).backward()
+    (training,) = trainings(model)
+    second = training.plan.steps[training.plan.forward :]
+    assert (stages(second) == 1) == passes  # the last norm's
 
 
 def test_strict(small: tuple[Small, Small, Tensor]) -> None:

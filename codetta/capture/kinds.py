@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,3 +87,12 @@ def is_random(each: fx.Node) -> bool:
     """Whether it gives other numbers at every call."""
     target = each.target
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def behind(graph: fx.Graph, begins: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Those, and all that one of them comes into."""
+    found: set[fx.Node] = set()
+    for each in graph.nodes:
+        if begins(each) or any(arg in found for arg in each.all_input_nodes):
+            found.add(each)
+    return found

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from codetta.capture.kinds import is_call, is_tangent, packet_of
+from codetta.capture.kinds import behind, is_call, is_tangent, packet_of
 
 aten = torch.ops.aten
 _VIEWS = (aten.view, aten._unsafe_view, aten.reshape)
@@ -39,7 +38,7 @@ def sums_of_products_join(graph: fx.Graph, parameters: list[fx.Node]) -> None:
     for each in graph.nodes:
         if each.all_input_nodes and all(arg in constant for arg in each.all_input_nodes):
             constant.add(each)
-    gradient = _behind(graph, is_tangent)
+    gradient = behind(graph, is_tangent)
     for root in [each for each in graph.nodes if packet_of(each) is aten.add and each in gradient]:
         if any(packet_of(user) is aten.add for user in _users(root)):
             continue  # a part of a larger sum
@@ -48,14 +47,6 @@ def sums_of_products_join(graph: fx.Graph, parameters: list[fx.Node]) -> None:
             _join(graph, root, terms, others)
             _order(graph)
     graph.eliminate_dead_code()
-
-
-def _behind(graph: fx.Graph, begins: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    for each in graph.nodes:
-        if begins(each) or any(arg in found for arg in each.all_input_nodes):
-            found.add(each)
-    return found
 
 
 def _users(each: fx.Node) -> list[fx.Node]:
@@ -142,11 +133,15 @@ def _join(graph: fx.Graph, root: fx.Node, terms: list[_Term], others: list[fx.No
             made.meta["val"] = target(*fx.node.map_arg(args, lambda each: each.meta["val"]))
         return made
 
+    # How a product is seen in the sum; sizes are taken from there, since they may be symbols.
+    seen = next((user for user in terms[0].product.users if packet_of(user) in _VIEWS), None)
     factors: list[Any] = [term.left for term in terms] + [each.args[1] for each in turned]
     with graph.inserting_before(max(factors, key=place.__getitem__).next):
         left = add(aten.cat.default, [term.left for term in terms], 1)
         weight = add(aten.cat.default, [term.product.args[1] for term in terms], 0)
-        total = add(aten.view.default, add(aten.mm.default, left, weight), list(value.shape))
+        total = add(aten.mm.default, left, weight)
+        if seen is not None:
+            total = add(aten.view.default, total, seen.args[1])
         parts = add(aten.mm.default, add(aten.t.default, left), turned[0].args[1]) if turned else None
         start = 0
         for term in terms:

@@ -120,6 +120,8 @@ class Writer:
             return f"[{inner}]" if isinstance(arg, list) else f"({inner}{',' if len(arg) == 1 else ''})"
         if isinstance(arg, dict):
             return "{" + ", ".join(f"{key!r}: {self.spell(each)}" for key, each in arg.items()) + "}"
+        if isinstance(arg, torch.SymInt):
+            return self.size(arg)
         if arg is None or isinstance(arg, bool | int | str):
             return repr(arg)
         return self.object(arg)
