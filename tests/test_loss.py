@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from zoo import ZOO
 
 import codetta
+from codetta.integrations.dynamo import backend_of
 from codetta.integrations.logits import Logits
+from codetta.partition import Run
 from codetta.runtime import loss as module
 
 
@@ -282,3 +285,22 @@ def test_autocast() -> None:
     for mine, theirs in zip(*found, strict=True):
         assert mine.dtype == theirs.dtype
         torch.testing.assert_close(mine, theirs, rtol=0.03, atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_models(name: str) -> None:
+    """Their own losses, whatever they say on the way there: one graph, with the loss and its head in one call."""
+    torch._dynamo.reset()
+    entry = ZOO[name]
+    model = entry.model()
+    args, named = entry.example(2, 12)
+    expected = model(*args, **named, labels=named["input_ids"]).loss
+    codetta.compile(model)
+    found = model(*args, **named, labels=named["input_ids"]).loss
+    torch.testing.assert_close(found, expected)
+    backend = backend_of(model)
+    assert backend is not None
+    (training,) = backend.trainings
+    assert "codetta.linear_loss.default" in {
+        str(step.target.target) for step in training.plan.steps if isinstance(step, Run)
+    }

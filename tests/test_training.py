@@ -257,6 +257,48 @@ def test_frozen_weights(small: tuple[Small, Small, Tensor]) -> None:
     same(ours, plain)
 
 
+class Adapted(nn.Module):
+    """A frozen projection with a low-rank update beside it."""
+
+    def __init__(self, inside: nn.Linear) -> None:
+        super().__init__()
+        self.inside = inside.requires_grad_(False)
+        self.a, self.b = nn.Linear(inside.in_features, 4, bias=False), nn.Linear(4, inside.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x) + 2.0 * self.b(self.a(x))
+
+
+def test_adapters(small: tuple[Small, Small, Tensor]) -> None:
+    """Only the small matrices learn; the large ones get no gradient, and none is made for them."""
+    _, plain, x = small
+    for name in ("gate", "up", "down"):
+        setattr(plain, name, Adapted(getattr(plain, name)))
+    plain.norm.requires_grad_(False)
+    ours = codetta.compile(copy.deepcopy(plain))
+    for model in (ours, plain):
+        model(x).square().sum().backward()
+    same(ours, plain, 1e-4)
+    (training,) = trainings(ours)
+    made = [each for each in training.gradients if isinstance(each, torch.fx.Node)]
+    assert len(made) == 6
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+def test_regions(name: str) -> None:
+    """Layers that are compiled each by itself have the gradients of a model that is compiled as a whole."""
+    entry, found = ZOO[name], []
+    for regional in (False, True):
+        model = entry.model()
+        kind = type(next(each for each in model.modules() if isinstance(each, nn.ModuleList))[0])
+        for each in model.modules() if regional else [model]:
+            if not regional or type(each) is kind:
+                codetta.compile(each)
+        found.append(gradients(model, model, *entry.example(2, 12)))
+    for each, whole in found[0].items():
+        torch.testing.assert_close(found[1][each], whole, atol=1e-4, rtol=1e-3)
+
+
 def test_second_derivatives_are_refused(small: tuple[Small, Small, Tensor]) -> None:
     ours, _, x = small
     x.requires_grad_()

@@ -6,6 +6,7 @@ Inference graphs become plans; graphs that need gradients become plans of two ha
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -81,9 +82,17 @@ class _Call:
         self.call: Any = torch.compile(_own_frame(function), backend=backend, dynamic=dynamic)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Sizes may be symbols, but numbers such as a norm's eps are what they are, and no inputs.
-        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=64):
+        with torch._dynamo.config.patch(_settings()):
             return self.call(*args, **kwargs)
+
+
+def _settings() -> dict[str, Any]:
+    """What Dynamo is told while it may trace. Sizes may be symbols, but numbers such as a norm's eps are what they are, and no inputs.
+    A message that transformers says once does not part a loss from its head."""
+    config = torch._dynamo.config
+    silent = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
+    once = {each for name, each in vars(logging.Logger).items() if name.endswith("_once")}
+    return {"specialize_float": True, "recompile_limit": 64, silent: getattr(config, silent) | once}
 
 
 class _FirstSizes:
