@@ -93,15 +93,17 @@ def plan_of(
     if outputs is not None:
         if options.numerics == "default":
             sums_of_products_join(graph, parameters)
-            left |= inner_product_passes(graph)
         gradients_look_again(graph, parameters)
         without_repeats(graph)
     laws = [row_scale_commutes] if options.numerics == "default" else []
     while True:
         captured = capture(graph, parameters, laws, left)
-        if laws and outputs is not None and row_scale_crosses(captured):
-            without_repeats(graph)
-            continue
+        if laws and outputs is not None:
+            passed = inner_product_passes(captured)
+            left |= passed
+            if row_scale_crosses(captured) or passed:
+                without_repeats(graph)
+                continue
         try:
             plan = partition(captured, outputs)
             refused = why_never_all(plan)

@@ -125,3 +125,51 @@ def test_a_mask_with_gradients_stays() -> None:
     found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+class Normed(nn.Module):
+    """A norm before attention, in one of the ways in which a row of it is not a row of attention's arguments, or not that alone."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.rand(16) + 0.5)
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.prefix = nn.Parameter(torch.randn(1, 2, 3, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = x + self.o(x)
+        n = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+        order = (1, 2, 0, 3) if self.how == "rows first" else (0, 2, 1, 3)
+        q, k, v = (each(n).view(*x.shape[:2], 2, 8).permute(order) for each in (self.q, self.k, self.v))
+        if self.how == "prefix":
+            k, v = (torch.cat((self.prefix.expand(k.shape[0], -1, -1, -1), each), 2) for each in (k, v))
+        if self.how == "bent":
+            q = q * q.abs()
+        y = F.scaled_dot_product_attention(q, k, v)
+        y = y + k.flip(2) if self.how == "read elsewhere" else y
+        return (h, y, k) if self.how == "handed out" else (h, y)
+
+
+@pytest.mark.parametrize("how", ["plain", "rows first", "prefix", "bent", "read elsewhere", "handed out"])
+def test_norms_before_attention(how: str) -> None:
+    """As many rows as samples, so that one taken for the other would fit."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Normed(how), torch.randn(4, 4, 16, requires_grad=True)
+    wanted = [x, *(each for name, each in model.named_parameters() if name != "prefix" or how == "prefix")]
+
+    def gradients() -> list[Tensor]:
+        found = model(x)
+        generator = torch.Generator().manual_seed(1)
+        weights = [torch.randn(each.shape, generator=generator) for each in found]
+        return list(torch.autograd.grad(sum((a * b).sum() for a, b in zip(found, weights, strict=True)), wanted))
+
+    expected = gradients()
+    codetta.compile(model)
+    for mine, theirs in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    backend = backend_of(model)
+    assert backend is not None
+    (training,) = backend.trainings
+    reasons = {str(reason) for reason in training.plan.graph.refusals.values()}
+    assert any("taken of its gradients" in each for each in reasons) == (how == "plain")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -31,7 +32,7 @@ def medians(contenders: Contenders, device: torch.device, rounds: int = 3, rep_m
 def _cuda(contenders: Contenders, each_ms: float) -> dict[str, float]:
     """Single runs with a cold L2, by events on the device."""
     flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
-    contenders = {name: _captured(fn) for name, fn in contenders.items()}
+    contenders = {name: _captured(name, fn) for name, fn in contenders.items()}
     order, shuffle = list(contenders), random.Random(0).shuffle
 
     def sweep() -> dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]:
@@ -61,15 +62,17 @@ def _cuda(contenders: Contenders, each_ms: float) -> dict[str, float]:
     }
 
 
-def _captured(fn: Callable[[], object]) -> Callable[[], object]:
-    """The work as a CUDA graph, so that only the device's time counts; as it is where it cannot be captured."""
+def _captured(name: str, fn: Callable[[], object]) -> Callable[[], object]:
+    """The work as a CUDA graph, so that only the device's time counts; as it is where it cannot be captured, which is said."""
     try:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             fn()
         torch.cuda.synchronize()
-    except RuntimeError:
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        warnings.warn(f"{name} is timed with its launches, no CUDA graph can be made of it: {reason}", stacklevel=2)
         return fn
     return graph.replay
 

@@ -85,15 +85,15 @@ def _terms(root: fx.Node, constant: set[fx.Node], gradient: set[fx.Node]) -> tup
             return [], []
     right = {tuple(each.args[1] for each in term.turned) for term in terms}
     alike = all(_kind(term.product) == _kind(terms[0].product) for term in terms)
-    if len(right) != 1 or not alike or any(_kind(each) != _kind(root) for each in others):
+    same = len(right) == 1 and len(right.pop()) <= 1
+    if not same or not alike or any(_kind(each) != _kind(root) for each in others):
         return [], []
     return terms, others
 
 
 def _kind(each: Any) -> tuple[torch.dtype, str]:
-    return each.meta["val"].dtype, str(
-        tuple(each.meta["val"].shape)
-    )  # sizes may be symbols, which nobody is to compare
+    """Type and shape. Sizes may be symbols, which nobody is to compare."""
+    return each.meta["val"].dtype, str(tuple(each.meta["val"].shape))
 
 
 def _adds_tensors(each: fx.Node) -> bool:
