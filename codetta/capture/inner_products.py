@@ -39,7 +39,8 @@ def inner_product_passes(graph: Graph) -> dict[fx.Node, Reason]:
         site = _Site(graph, each, multiplied, gradient)
         if each in gradient and site.found():
             left |= dict.fromkeys(site.replace(), Reason("attention", "taken of its gradients, where they are turned"))
-    graph.nodes.eliminate_dead_code()
+    if left:
+        graph.nodes.eliminate_dead_code()  # else what was read keeps nodes of its own
     return left
 
 
