@@ -98,6 +98,7 @@ def test_zoo(name: str, dtype: str) -> None:
 @hypothesis.example(  # its last norm is returned, and gets a program of its own when gradients have been read already
     Design(norm="rms_eps_outside", mlp="plain", attention="none", rotary="none", stem=False, head=False, length=4)
 )
+@hypothesis.example(Design(bias=True, attention="full", qkv="chunked", rotary="none"))  # a bias that is read in parts
 def test_random_module(by_reference: None, design: Design) -> None:
     """Any norm, gate, rotation and order; gradients of the input and of every parameter."""
     note(repr(design))
