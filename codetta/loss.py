@@ -26,7 +26,7 @@ def linear_cross_entropy(
     x (..., D), weight (V, D) and target (...) of classes. softcap: logits become softcap·tanh(logits / softcap). z_loss: adds
     z_loss·lse² of each row. class_weight, label_smoothing, ignore_index, reduction (mean, sum, none): as F.cross_entropy has them.
     shift: each position predicts the target of the next one. recompute: make the logits once more for the gradients, which takes a
-    third more work and hardly any memory beside the gradients.
+    third more work and hardly any memory beside the gradients; always so for fp16.
     """
     _check(x, weight, target, bias, reduction, label_smoothing, class_weight)
     if shift:
@@ -34,7 +34,9 @@ def linear_cross_entropy(
     rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1).long()
     how = (ignore_index, label_smoothing, softcap, z_loss)
     wanted = [each is not None and each.requires_grad and torch.is_grad_enabled() for each in (x, weight, bias)]
-    if reduction != "none" and any(wanted) and not recompute:
+    # fp16 holds a row's part of a mean only once the loss is scaled, and that factor arrives on the way back.
+    late = recompute or reduction == "none" or rows.dtype == torch.float16
+    if any(wanted) and not late:
         mean = reduction == "mean"
         return torch.ops.codetta.linear_loss(rows, weight, labels, bias, class_weight, *how, mean, wanted)[0]
     losses = torch.ops.codetta.linear_losses(rows, weight, labels, bias, class_weight, *how)[0]

@@ -122,6 +122,20 @@ def test_many_chunks_add_up_in_full_precision(monkeypatch: pytest.MonkeyPatch) -
     assert (ours - exact).norm() <= 2 * (eager - exact).norm()
 
 
+def test_scaled_loss() -> None:
+    """fp16 with the scaling that goes with it: gradients of a mean over many rows would be too small without."""
+    torch.manual_seed(0)
+    x, weight = (torch.randn(2048, 16) * 0.1).half().requires_grad_(), torch.randn(64, 16).half().requires_grad_()
+    target, scale = torch.randint(0, 64, (2048,)), 2.0**16
+    wide = [each.detach().double().requires_grad_() for each in (x, weight)]
+    exact = torch.autograd.grad(plain(*wide, target, None, {}) * scale, wide)
+    eager = torch.autograd.grad(F.cross_entropy(F.linear(x, weight).float(), target) * scale, (x, weight))
+    found = torch.autograd.grad(codetta.linear_cross_entropy(x, weight, target) * scale, (x, weight))
+    for mine, usual, truth in zip(found, eager, exact, strict=True):
+        error, theirs = ((each.double() - truth).norm() / truth.norm() for each in (mine, usual))
+        assert error <= 2 * theirs, (error, theirs)
+
+
 def test_labels() -> None:
     (x, weight, _), target = case(9, 8, 6, torch.float64, 0.0)
     shifted = codetta.linear_cross_entropy(x.view(3, 3, 8), weight, target.view(3, 3), shift=True)
