@@ -125,8 +125,8 @@ def test_many_chunks_add_up_in_full_precision(monkeypatch: pytest.MonkeyPatch) -
 def test_scaled_loss() -> None:
     """fp16 with the scaling that goes with it: gradients of a mean over many rows would be too small without."""
     torch.manual_seed(0)
-    x, weight = (torch.randn(2048, 16) * 0.1).half().requires_grad_(), torch.randn(64, 16).half().requires_grad_()
-    target, scale = torch.randint(0, 64, (2048,)), 2.0**16
+    x, weight = (torch.randn(32768, 16) * 0.1).half().requires_grad_(), torch.randn(64, 16).half().requires_grad_()
+    target, scale = torch.randint(0, 64, (32768,)), 2.0**16
     wide = [each.detach().double().requires_grad_() for each in (x, weight)]
     exact = torch.autograd.grad(plain(*wide, target, None, {}) * scale, wide)
     eager = torch.autograd.grad(F.cross_entropy(F.linear(x, weight).float(), target) * scale, (x, weight))
