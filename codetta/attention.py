@@ -18,7 +18,7 @@ aten = torch.ops.aten
 CAUSAL, FULL = "causal", "full"  # masks that kernels know by name
 FLASH, CUDNN = 1, 3  # PyTorch's numbers of kernels
 OTHER = 0  # a kernel that is not called by its name
-_NUMBERS = {number: torch.tensor(number) for number in (OTHER, FLASH, CUDNN)}
+_NUMBERS = {number: torch.tensor(number, device="cpu") for number in (OTHER, FLASH, CUDNN)}
 
 
 @dataclass(frozen=True)

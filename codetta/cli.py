@@ -52,6 +52,9 @@ models.add_to(app)
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N; default: a GPU where there is one.")]
 Only = Annotated[list[str] | None, typer.Option(help="Only this program; may be repeated.")]
+Contenders = Annotated[list[str] | None, typer.Option(help="Only this contender; may be repeated.")]
+Rounds = Annotated[int, typer.Option(help="Rounds of measurements; more is calmer.")]
+Out = Annotated[Path | None, typer.Option(help="Append the record to this .jsonl file.")]
 SizesOption = Annotated[list[str] | None, typer.Option("--sizes", help="D,F of a model; may be repeated.")]
 Dtype = Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(DTYPES)}; may be repeated.")]
 
@@ -184,10 +187,10 @@ def kernels(
     dtype: Dtype = None,
     only: Only = None,
     device: Device = "",
-    rounds: Annotated[int, typer.Option(help="Rounds of measurements; more is calmer.")] = 3,
+    rounds: Rounds = 3,
     skip_compile: Annotated[bool, typer.Option(help="Leave torch.compile out.")] = False,
     max_autotune: Annotated[bool, typer.Option(help="Let torch.compile tune its own products.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Append the record to this .jsonl file.")] = None,
+    out: Out = None,
     as_json: Json = False,
 ) -> None:
     """The library's epilogues against the bare product, eager PyTorch and torch.compile, in one run."""
@@ -220,10 +223,10 @@ def block(
         ),
     ] = None,
     layers: Annotated[int, typer.Option(help="Give the models so many layers; default: as published.")] = 0,
-    only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be repeated.")] = None,
+    only: Contenders = None,
     device: Device = "",
-    rounds: Annotated[int, typer.Option(help="Rounds of measurements; more is calmer.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="Append the record to this .jsonl file.")] = None,
+    rounds: Rounds = 3,
+    out: Out = None,
     as_json: Json = False,
 ) -> None:
     """A Transformer block without its attention, compiled: against eager, torch.compile and the bare products."""
@@ -253,10 +256,10 @@ def train(
         list[str] | None, typer.Option(help="A published shape, such as llama-3.2-1b; may be repeated.")
     ] = None,
     layers: Annotated[int, typer.Option(help="Give the models so many layers; default: as published.")] = 0,
-    only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be repeated.")] = None,
+    only: Contenders = None,
     device: Device = "",
     rounds: Annotated[int, typer.Option(help="Steps of each contender.")] = 10,
-    out: Annotated[Path | None, typer.Option(help="Append the record to this .jsonl file.")] = None,
+    out: Out = None,
     as_json: Json = False,
 ) -> None:
     """A forward and a backward pass of whole models: time, peak memory and loss, against eager, torch.compile and Liger."""
@@ -282,10 +285,10 @@ def train(
 def layer(
     tokens: Annotated[int, typer.Option(help="Tokens; default 16384 on a GPU, 512 on a CPU.")] = 0,
     sizes: SizesOption = None,
-    only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be repeated.")] = None,
+    only: Contenders = None,
     device: Device = "",
-    rounds: Annotated[int, typer.Option(help="Rounds of measurements; more is calmer.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="Append the record to this .jsonl file.")] = None,
+    rounds: Rounds = 3,
+    out: Out = None,
     as_json: Json = False,
 ) -> None:
     """A Transformer layer without its attention, forward and backward, against eager, torch.compile and Liger."""
@@ -313,10 +316,10 @@ def loss(
     tokens: Annotated[int, typer.Option(help="Rows; default 16384 on a GPU, 256 on a CPU.")] = 0,
     width: Annotated[int, typer.Option(help="Columns of the rows; default 2048 on a GPU.")] = 0,
     vocabulary: Annotated[int, typer.Option(help="Classes; default 128256 on a GPU.")] = 0,
-    only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be repeated.")] = None,
+    only: Contenders = None,
     device: Device = "",
-    rounds: Annotated[int, typer.Option(help="Rounds of measurements; more is calmer.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="Append the record to this .jsonl file.")] = None,
+    rounds: Rounds = 3,
+    out: Out = None,
     as_json: Json = False,
 ) -> None:
     """A linear head with cross-entropy, forward and backward, against eager, torch.compile, Liger and cut-cross-entropy."""

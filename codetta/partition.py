@@ -270,6 +270,7 @@ class _Partition:
         operands: dict[str, Operand] = {}
         written: dict[int, Node] = {}
         products = self._products(group)
+        remade = {self.values[each].node for each, number in self.again.items() if number == group.number}
 
         def operand(source: Source, made: Operand, cols: int, part: str | None = None) -> Node:
             key = next((name for name, each in sources.items() if _same_source(each, source)), "")
@@ -305,8 +306,8 @@ class _Partition:
                 return operand(Source("stat", value=value), Operand("", torch.float32, "each", stat=value.op[4:]), 0)
             if is_tensor_of_graph(value):
                 return leaf(value.args[0])
-            remade = any(self.again[each] == group.number and self.values[each].node is value for each in self.again)
-            if 0 <= place.group < group.number and not place.late and not remade and not self._is_of_one(value):
+            stored = 0 <= place.group < group.number and not place.late and value not in remade
+            if stored and not self._is_of_one(value):
                 dtype = self.graph.dtypes.get(value, group.dtype)
                 self._need_stored(value, dtype)
                 source = Source("stored", value=value, dtype=dtype)

@@ -379,7 +379,7 @@ def test_example(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("bf16", [False, True])
 def test_trainer(bf16: bool) -> None:
     """examples/trainer.py: the Trainer's losses with and without us, one graph each way, and in it attention and the loss as calls."""
-    pytest.importorskip("accelerate")
+    pytest.importorskip("accelerate", reason="the Trainer needs the package accelerate (codetta[zoo])")
     trainer, losses = _example("trainer"), []
     for compiled in (False, True):
         model = example.build("llama")

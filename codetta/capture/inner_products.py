@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from codetta.capture.attention import MASK, QUERY
 from codetta.capture.graph import Graph
-from codetta.capture.kinds import behind, is_tangent, packet_of
+from codetta.capture.kinds import behind, call, is_tangent, packet_of
 from codetta.errors import Reason
 from codetta.ir.view import Factor, product
 
 aten, ours = torch.ops.aten, torch.ops.codetta
-QUERY, MASK = 4, 7  # where arguments of attention's gradient stand
 # Linear in what they are given, all of it.
 _LINEAR = {
     aten.view, aten._unsafe_view, aten.reshape, aten.transpose, aten.permute, aten.clone, aten.expand, aten.unsqueeze, aten.squeeze,
@@ -81,7 +81,7 @@ class _Site:
     """One sum over columns, Σ dn·g·x, with n = r·x·g and dn = Σ a·W out of attention; or something else."""
 
     scale: fx.Node  # r
-    call: fx.Node  # attention's gradients
+    attention: fx.Node  # its gradients
 
     def __init__(self, graph: Graph, total: fx.Node, multiplied: set[fx.Node], gradient: set[fx.Node]) -> None:
         self.graph, self.total, self.multiplied, self.gradient = graph, total, multiplied, gradient
@@ -104,10 +104,10 @@ class _Site:
         if len(scales) != 1 or sorted(map(str, rest)) != sorted(str(each) for each in known if each is not scales[0]):
             return False
         (self.scale,) = scales
-        call = self._attention_behind(left)
-        if call is None or not self._is_fed_by(call, result, products[0]):
+        attention = self._attention_behind(left)
+        if attention is None or not self._is_fed_by(attention, result, products[0]):
             return False
-        self.call = call
+        self.attention = attention
         return True
 
     def _attention_behind(self, left: fx.Node) -> fx.Node | None:
@@ -127,14 +127,14 @@ class _Site:
                 stack += each.all_input_nodes
         return calls.pop() if len(calls) == 1 else None
 
-    def _is_fed_by(self, call: fx.Node, normed: fx.Node, total: fx.Node) -> bool:
+    def _is_fed_by(self, attention: fx.Node, normed: fx.Node, total: fx.Node) -> bool:
         """Whether attention's arguments are linear in three products of the norm's result, each row of its own rows."""
-        if {user.args[1] for user in call.users} != {0, 1, 2}:
+        if {user.args[1] for user in attention.users} != {0, 1, 2}:
             return False
         seen = [self.graph.values.get(user) for user in total.users if user.meta["val"].dim() == 3]
         rows = _rows(*seen[0].dims[:2]) if seen and seen[0] is not None else None
         found: set[fx.Node] = set()
-        for each in call.args[QUERY:MASK]:
+        for each in attention.args[QUERY:MASK]:
             value = self.graph.values.get(each)  # type: ignore[arg-type]
             readers = {packet_of(user) for user in each.users}  # type: ignore[union-attr]
             if (
@@ -178,21 +178,17 @@ class _Site:
         return found
 
     def replace(self) -> list[fx.Node]:
-        value, gradients = self.total.meta["val"], {user.args[1]: user for user in self.call.users}
+        dtype, gradients = self.total.meta["val"].dtype, {user.args[1]: user for user in self.attention.users}
         made: list[fx.Node] = []
 
         def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            each = self.graph.nodes.call_function(target, args, kwargs)
-            given = fx.node.map_arg((args, kwargs), lambda arg: arg.meta["val"])
-            with value.fake_mode:
-                each.meta["val"] = target(*given[0], **given[1])
-            made.append(each)
-            return each
+            made.append(call(self.graph.nodes, target, *args, **kwargs))
+            return made[-1]
 
         with self.graph.nodes.inserting_before(self.total):
             parts = []
-            for at, argument in enumerate(self.call.args[QUERY:MASK]):
-                wide = [add(aten._to_copy.default, each, dtype=value.dtype) for each in (gradients[at], argument)]
+            for at, argument in enumerate(self.attention.args[QUERY:MASK]):
+                wide = [add(aten._to_copy.default, each, dtype=dtype) for each in (gradients[at], argument)]
                 parts.append(add(aten.sum.dim_IntList, add(aten.mul.Tensor, *wide), [1, 3]))  # over heads and columns
             rows = add(aten.add.Tensor, add(aten.add.Tensor, parts[0], parts[1]), parts[2])
             self.total.replace_all_uses_with(add(aten.div.Tensor, add(aten.unsqueeze.default, rows, -1), self.scale))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -87,6 +87,25 @@ def is_random(each: fx.Node) -> bool:
     """Whether it gives other numbers at every call."""
     target = each.target
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """An operator more, at the insertion point, that knows what it makes."""
+    made = graph.call_function(target, args, kwargs)
+    mode = next(each.meta["val"] for each in made.all_input_nodes).fake_mode
+    with mode:
+        given, named = fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
+        made.meta["val"] = target(*given, **named)
+    return made
+
+
+def made_of(graph: fx.Graph, known: Iterable[fx.Node]) -> set[fx.Node]:
+    """Those, and all that is made of nothing else."""
+    found = set(known)
+    for each in graph.nodes:
+        if each.all_input_nodes and all(arg in found for arg in each.all_input_nodes):
+            found.add(each)
+    return found
 
 
 def behind(graph: fx.Graph, begins: Callable[[fx.Node], bool]) -> set[fx.Node]:

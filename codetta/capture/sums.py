@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from codetta.capture.kinds import behind, is_call, is_tangent, packet_of
+from codetta.capture.kinds import behind, call, is_call, is_tangent, made_of, packet_of
 
 aten = torch.ops.aten
 _VIEWS = (aten.view, aten._unsafe_view, aten.reshape)
@@ -34,10 +35,7 @@ def sums_of_products_join(graph: fx.Graph, parameters: list[fx.Node]) -> None:
     partial sums are then never stored, and the weights' gradients aᵀ · n and bᵀ · n are parts of [a b]ᵀ · n. Refuses factors that a
     product makes: its program stores them, and joining would copy them.
     """
-    constant = set(parameters)
-    for each in graph.nodes:
-        if each.all_input_nodes and all(arg in constant for arg in each.all_input_nodes):
-            constant.add(each)
+    constant = made_of(graph, parameters)
     gradient = behind(graph, is_tangent)
     for root in [each for each in graph.nodes if packet_of(each) is aten.add and each in gradient]:
         if any(packet_of(user) is aten.add for user in _users(root)):
@@ -125,14 +123,8 @@ def _turned(each: Any) -> list[fx.Node]:
 
 def _join(graph: fx.Graph, root: fx.Node, terms: list[_Term], others: list[fx.Node]) -> None:
     place = {each: number for number, each in enumerate(graph.nodes)}
-    value, turned = root.meta["val"], [each for term in terms for each in term.turned]
-
-    def add(target: Any, *args: Any) -> fx.Node:
-        made = graph.call_function(target, args)
-        with value.fake_mode:
-            made.meta["val"] = target(*fx.node.map_arg(args, lambda each: each.meta["val"]))
-        return made
-
+    turned = [each for term in terms for each in term.turned]
+    add = partial(call, graph)
     # How a product is seen in the sum; sizes are taken from there, since they may be symbols.
     seen = next((user for user in terms[0].product.users if packet_of(user) in _VIEWS), None)
     factors: list[Any] = [term.left for term in terms] + [each.args[1] for each in turned]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from codetta.capture.graph import Graph
-from codetta.capture.kinds import is_tangent, packet_of
+from codetta.capture.kinds import behind, is_tangent, made_of, packet_of
 from codetta.ir.graph import Node, unstaged
 from codetta.ir.view import same
 from codetta.rewrite.scale import affine_form
@@ -41,14 +41,9 @@ def gradients_look_again(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None
     Exact. Where n is known too late for the program that makes its rows, and so gets a program of its own, that program comes where the
     alias is: among the gradients. Results do not wait for it, and nobody carries n over.
     """
-    depends, constant = {each for each in graph.nodes if is_tangent(each)}, set(parameters)
+    depends, constant = behind(graph, is_tangent), made_of(graph, parameters)
     for each in list(graph.nodes):
-        if each.all_input_nodes and all(arg in constant for arg in each.all_input_nodes):
-            constant.add(each)
-        if not any(arg in depends for arg in each.all_input_nodes):
-            continue
-        depends.add(each)
-        if packet_of(each) is aten.mm:
+        if each in depends and packet_of(each) is aten.mm:
             for arg in each.all_input_nodes:
                 if arg not in depends and arg not in constant and arg.op == "call_function":
                     with graph.inserting_before(each):

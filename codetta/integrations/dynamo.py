@@ -78,11 +78,11 @@ class _Call:
     """A compiled function and who compiled it, which lies here and not on the module: a copy of the model is a plain one."""
 
     def __init__(self, function: Callable[..., Any], backend: Backend, dynamic: bool) -> None:
-        self.backend = backend
+        self.backend, self.settings = backend, _settings()
         self.call: Any = torch.compile(_own_frame(function), backend=backend, dynamic=dynamic)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(_settings()):
+        with torch._dynamo.config.patch(self.settings):
             return self.call(*args, **kwargs)
 
 
