@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from codetta.capture import Graph, Value
 from codetta.capture.at import is_whole
 from codetta.capture.attention import made_of_sizes, mask_has_a_name
-from codetta.capture.kinds import is_call, is_random, is_size, is_size_of_inputs, is_view, packet_of
+from codetta.capture.kinds import adds_in_any_order, is_call, is_random, is_size, is_size_of_inputs, is_view, packet_of
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import OPS, is_sink
@@ -578,10 +578,10 @@ class _Gather:
         result: list[Step] = []
         run: list[fx.Node] = []
         for step in [*steps, None]:
-            if isinstance(step, Present | Finish) or (isinstance(step, Run) and is_size_of_inputs(step.target)):
-                result.append(step)  # needs nothing but a launch, and those stand before it already
+            if isinstance(step, Present | Finish) or (isinstance(step, Run) and _is_ready(step.target)):
+                result.append(step)  # needs nothing but a launch or a call, and those stand before it already
                 continue
-            if isinstance(step, Run) and not is_call(step.target) and not _is_item_of_call(step.target):
+            if isinstance(step, Run) and not is_call(step.target) and not adds_in_any_order(step.target):
                 run.append(step.target)
                 continue
             for known in (self.sized, self.fixed):
@@ -625,8 +625,10 @@ def origin(each: fx.Node) -> fx.Node:
     return each
 
 
-def _is_item_of_call(each: fx.Node) -> bool:
-    return each.target is operator.getitem and isinstance(each.args[0], fx.Node) and is_call(each.args[0])
+def _is_ready(each: fx.Node) -> bool:
+    """A size, or one of the results of a call."""
+    item = each.target is operator.getitem and isinstance(each.args[0], fx.Node) and is_call(each.args[0])
+    return item or is_size_of_inputs(each)
 
 
 def _region(nodes: list[fx.Node], read: set[fx.Node]) -> Region:

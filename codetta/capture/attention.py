@@ -79,7 +79,8 @@ def heads_are_shared(graph: fx.Graph) -> None:
             if None in sums.values():
                 continue
             for item, total in sums.items():
-                item.meta["val"] = total.meta["val"]
+                source = (key, value)[item.args[1] - 1]
+                item.meta["val"] = torch.empty_like(source.meta["val"])  # lies in memory as what it is the gradient of
                 total.replace_all_uses_with(item)
         each.args = (*each.args[:KEY], key, value, *each.args[MASK:GROUPED], True)
     graph.eliminate_dead_code()

@@ -91,8 +91,16 @@ def _settings() -> dict[str, Any]:
     A message that transformers says once does not part a loss from its head."""
     config = torch._dynamo.config
     silent = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
-    once = {each for name, each in vars(logging.Logger).items() if name.endswith("_once")}
-    return {"specialize_float": True, "recompile_limit": 64, silent: getattr(config, silent) | once}
+    return {"specialize_float": True, "recompile_limit": 64, silent: _Silent(getattr(config, silent))}
+
+
+class _Silent(set[Any]):
+    """Loggers' methods that are passed over, among them those that say something once. Those are found here, but not listed: PyTorch
+    2.11 writes its settings into a log, and functions cannot be written."""
+
+    def __contains__(self, each: object) -> bool:
+        once = (method for name, method in vars(logging.Logger).items() if name.endswith("_once"))
+        return super().__contains__(each) or any(each is method for method in once)
 
 
 class _FirstSizes:

@@ -65,6 +65,7 @@ class Writer:
         self.symbols: dict[str, str] = {}  # of sizes: where they come from
         self.stored: dict[tuple[Node, torch.dtype], str] = {}
         self.stats: dict[Node, str] = {}
+        self.finished: dict[tuple[Node, torch.dtype], str] = {}
         self.presented = {step.target: step for step in plan.steps if isinstance(step, Present)}
         self.output = next(each for each in self.graph.nodes.nodes if each.op == "output")
         self._symbols()
@@ -88,10 +89,7 @@ class Writer:
             case Present():
                 return [Line(self._present(step), self.variable(step.target))]
             case Finish():
-                sizes = ", ".join(self.size(size) for size in step.target.meta["val"].shape)
-                stats = ", ".join(self.stats[sink] for sink in step.sinks)
-                text = f"{self.object(Finished(step.value, step.sinks))}({stats}).to({self.object(step.dtype)}).view({sizes})"
-                return [Line(text, self.variable(step.target))]
+                return [self._finish(step)]
             case Run():
                 return [Line(self._run(step.target), self.variable(step.target))]
             case Mask():
@@ -235,6 +233,17 @@ class Writer:
         if [len(dim) for dim in dims] != [1] * len(flat):
             text += f".reshape({', '.join(final) if final else '()'})"
         return text
+
+    def _finish(self, step: Finish) -> Line:
+        """Once, in however many shapes the graph wants it."""
+        variable = self.variable(step.target)
+        text = self.finished.get((step.value, step.dtype))
+        if text is None:
+            stats = ", ".join(self.stats[sink] for sink in step.sinks)
+            text = f"{self.object(Finished(step.value, step.sinks))}({stats}).to({self.object(step.dtype)})"
+            self.finished[step.value, step.dtype] = variable
+        sizes = ", ".join(self.size(size) for size in step.target.meta["val"].shape)
+        return Line(f"{text}.view({sizes})", variable)
 
     def _source(self, source: Source) -> str:
         match source.kind:
