@@ -110,6 +110,14 @@ def test_budget(dtype: torch.dtype, rows: int, classes: int, ignored: float, rec
         assert error <= 2 * theirs + 16 * torch.finfo(dtype).eps, (error, theirs)
 
 
+@pytest.mark.parametrize("count", [1, 1 << 20, 3_500_001])
+def test_rounding_in_place(count: int) -> None:
+    wide = torch.randn(1, count)
+    wanted = wide.bfloat16()
+    found = module._narrowed(wide, torch.bfloat16)
+    assert found.data_ptr() == wide.data_ptr() and found.equal(wanted)
+
+
 def test_many_chunks_add_up_in_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weight's gradient of many chunks, each small against the sum: rounded once."""
     monkeypatch.setattr(module, "ROWS", 8)

@@ -7,6 +7,7 @@ The specialised loop has instructions that only a GPU has: tests/gpu.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from generate import cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from codetta.backends.triton import TritonBackend, aligned, interpreting
+from codetta.backends.triton import TritonBackend, aligned, interpreting, load
 from codetta.bench.samples import Sizes, library_names, sample
 from codetta.errors import Reason
 from codetta.plan.tile import Tile, why_not
@@ -286,6 +287,13 @@ def test_random_epilogues_on_other_tiles(case: Case, name: str) -> None:
 @given(cases())
 def test_random_epilogues_give_the_same_bits(case: Case) -> None:
     case.check("triton", bits=True)
+
+
+def test_a_source_that_is_being_loaded_is_waited_for() -> None:
+    text = "import time\ntime.sleep(0.2)\nkernel = object()\n"
+    with ThreadPoolExecutor(4) as pool:
+        kernels = set(pool.map(lambda _: load(text, "slow").kernel, range(4)))
+    assert len(kernels) == 1
 
 
 def test_source_is_readable_python() -> None:

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -272,14 +273,18 @@ def load(text: str, name: str) -> ModuleType:
 
     path = Cache("triton").get_file(key_of(source=text), write, suffix=".py")
     module_name = f"codetta_generated_{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
-    return module
+    with _loading:  # tiles that differ at launch alone share their source, and are built side by side
+        if module_name in sys.modules:
+            return sys.modules[module_name]
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+        return module
+
+
+_loading = threading.Lock()
 
 
 def tune_key(program: Program, binding: Binding, device: torch.device | None = None) -> TuneKey:

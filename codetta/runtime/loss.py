@@ -20,7 +20,7 @@ from codetta.runtime.launch import launch
 from codetta.trace import trace
 
 CHUNK = 1 << 30  # bytes of logits that exist at a time, where their rows are made whole
-STRIP = 128 << 20  # where they are made by columns
+STRIP = 56 << 20  # at least, where they are made by columns
 ROWS = COLS = 256  # of which a chunk or a strip has a multiple
 
 
@@ -52,14 +52,30 @@ class Head:
             at = slice(begin, begin + size)
             yield at, replace(self, x=self.x[at], target=self.target[at])
 
-    def strips(self) -> Iterator[tuple[slice, Head]]:
-        """Classes, a few at a time; labels are counted from the first of them."""
-        count = self.weight.shape[0]
-        size = max(COLS, STRIP // (self.x.shape[0] * self.x.element_size()) // COLS * COLS)
-        for begin in range(0, count, size):
-            at = slice(begin, begin + size)
+    def strips(self, dw: Tensor) -> Iterator[tuple[slice, Head, Tensor]]:
+        """Classes, a few at a time, and room for their logits: behind the strip in the weight's gradient, which is yet to be written
+        there, as long as that is enough. Labels are counted from the first class of the strip."""
+        count, width = self.weight.shape
+        rows = len(self.x)
+        least = max(COLS, STRIP // (rows * self.x.element_size()) // COLS * COLS)
+        spare = self.x.new_empty(0)
+        begin = 0
+        while begin < count:
+            fits = (
+                (count - begin) * width // (rows + width) // COLS * COLS
+                if dw.numel() and dw.dtype == self.x.dtype
+                else 0
+            )
+            end = min(begin + max(fits, least), count)
+            if fits >= least:
+                room = dw[end:].view(-1)
+            else:
+                room = spare = spare if spare.numel() else self.x.new_empty(rows * (end - begin))
+            at = slice(begin, end)
             bias = None if self.bias is None else self.bias[at]
-            yield at, replace(self, weight=self.weight[at], bias=bias, target=self.target - begin)
+            part = replace(self, weight=self.weight[at], bias=bias, target=self.target - begin)
+            yield at, part, room[: rows * (end - begin)].view(rows, end - begin)
+            begin = end
 
     def operands(self) -> dict[str, Any]:
         """What the programs read beside x and the weight."""
@@ -113,9 +129,10 @@ class Head:
 def statistics(head: Head) -> tuple[Tensor, Tensor]:
     """The loss of each row, and its lse. Nothing else is stored."""
     losses, lse = (torch.empty(head.x.shape[0], dtype=head.dtype, device=head.x.device) for _ in range(2))
+    own = head.own()
     for at, part in head.chunks():  # of the partial statistics only a few rows' exist, too
         lse[at], picked, *shared = lse_target(part.x, part.weight, **part.operands())
-        losses[at] = part.losses(lse[at], picked, shared[0] if shared else None, part.own())
+        losses[at] = part.losses(lse[at], picked, shared[0] if shared else None, own[at])
     return losses, lse
 
 
@@ -126,11 +143,11 @@ def by_rows(head: Head, scale: Tensor, wanted: list[bool]) -> tuple[Tensor, Tens
     """
     x, weight = head.x, head.weight
     losses, dx, dw, db = _room(head, wanted, head.dtype)
+    own = head.own()
     for at, part in head.chunks():
         logits, lse, picked, *shared = logits_target(part.x, weight, dtype=x.dtype, **part.operands())
-        own = part.own()
-        losses[at] = part.losses(lse, picked, shared[0] if shared else None, own)
-        values = {"logits": logits, "lse": lse, "target": part.target, **part.factors(lse, own, scale[at])}
+        losses[at] = part.losses(lse, picked, shared[0] if shared else None, own[at])
+        values = {"logits": logits, "lse": lse, "target": part.target, **part.factors(lse, own[at], scale[at])}
         stage = _stage(weight.shape[0], x.dtype, head.cap, "even" in values, wanted[2])
         dz, *sums = launch(stage, logits, [], values, out={"dz": logits})
         assert isinstance(dz, Tensor)
@@ -140,6 +157,7 @@ def by_rows(head: Head, scale: Tensor, wanted: list[bool]) -> tuple[Tensor, Tens
             _accumulate(dw, dz.t(), part.x, first=at.start == 0)
         if wanted[2]:
             db += sums[0].finish()  # type: ignore[union-attr, arg-type]
+        del logits, dz, values  # before the next chunk's are made
     return losses, dx, dw, db
 
 
@@ -153,9 +171,9 @@ def by_columns(head: Head, lse: Tensor, scale: Tensor, wanted: list[bool]) -> tu
     dx = torch.zeros(x.shape if wanted[0] else 0, dtype=head.dtype, device=x.device)
     values = {"lse": lse, **head.factors(lse, head.own(), scale)}
     shares = values.pop("shares", None)
-    for at, part in head.strips() if len(x) else ():
+    for at, part, room in head.strips(dw) if len(x) else ():
         given = part.operands() | values | ({"shares": shares[at]} if shares is not None else {})
-        found = _strip(x, part.weight, **given, summed=wanted[2])
+        found = _strip(x, part.weight, **given, summed=wanted[2], out={"dz": room})
         dz: Tensor = found[0] if wanted[2] else found
         if wanted[0]:
             _accumulate(dx, dz, part.weight, first=at.start == 0)
@@ -163,7 +181,21 @@ def by_columns(head: Head, lse: Tensor, scale: Tensor, wanted: list[bool]) -> tu
             torch.mm(dz.t(), x, out=dw[at])
         if wanted[2]:
             db[at] = found[1]
-    return dx.to(x.dtype), dw, db
+    return _narrowed(dx, x.dtype), dw, db
+
+
+def _narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded, in its own place: there may be no other."""
+    if wide.dtype == dtype or not wide.numel():
+        return wide.to(dtype)
+    numbers, found = wide.view(-1), wide.view(-1).view(dtype)
+    begin = min(1 << 20, len(numbers))
+    found[:begin] = numbers[:begin].to(dtype)
+    while begin < len(numbers):  # what is written never reaches what is yet to be read
+        end = min(len(numbers), begin * wide.element_size() // dtype.itemsize)
+        found[begin:end] = numbers[begin:end]
+        begin = end
+    return found[: len(numbers)].view(wide.shape)
 
 
 def _room(head: Head, wanted: list[bool], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
