@@ -21,6 +21,7 @@ from torch import fx
 
 from codetta.capture import capture
 from codetta.capture.attention import heads_are_shared
+from codetta.capture.embedding import embedding_adds_up
 from codetta.capture.inner_products import inner_product_passes
 from codetta.capture.repeats import without_repeats
 from codetta.capture.sums import sums_of_products_join
@@ -91,6 +92,7 @@ def plan_of(
     without_repeats(graph)
     heads_are_shared(graph)
     if outputs is not None:
+        embedding_adds_up(graph)
         if options.numerics == "default":
             sums_of_products_join(graph, parameters)
         gradients_look_again(graph, parameters)

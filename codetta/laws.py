@@ -8,6 +8,7 @@ from typing import Any
 
 from codetta.capture.attention import heads_are_shared, mask_has_a_name, stays_whole
 from codetta.capture.columns import cut_commutes, expand
+from codetta.capture.embedding import embedding_adds_up
 from codetta.capture.inner_products import inner_product_passes
 from codetta.capture.loss import loss_takes_the_head
 from codetta.capture.reader import late_is_staged
@@ -58,6 +59,7 @@ def laws() -> list[Law]:
         _law("heads_are_shared", heads_are_shared),
         _law("mask_has_a_name", mask_has_a_name),
         _law("loss_takes_the_head", loss_takes_the_head),
+        _law("embedding_adds_up", embedding_adds_up),
     ]
 
 

@@ -15,13 +15,16 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
+import triton
+from triton.compiler import ASTSource
 
 import codetta
+from codetta.backends import triton_rows
 from codetta.backends.triton import TritonBackend
-from codetta.backends.triton_compile import cross_compile
+from codetta.backends.triton_compile import Report, cross_compile, report
 from codetta.bench.samples import Sizes, sample
 from codetta.dsl import Value
-from codetta.plan.target import TARGETS
+from codetta.plan.target import TARGETS, Target
 from codetta.program import Operand, Piece, Program, Store, assemble, load_node
 from codetta.runtime.bind import Binding
 from codetta.stat import Stat
@@ -65,22 +68,35 @@ def stage(dtype: torch.dtype, rows: int = 64, cols: int = 2048) -> tuple[Program
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def rows(dtype: str, target: Target) -> Report:
+    """The kernel that adds rows to those of a table."""
+    types = {
+        "table": f"*{dtype}", "rows": f"*{dtype}", "named": "*i32", "order": "*i64", "base": "*fp32", "scale": "*fp32", "count": "i32",
+        "width": "i32", "padding": "i32",
+    }  # fmt: skip
+    numbers = {"HAS_BASE": True, "HAS_SCALE": True, "ROWS": triton_rows.ROWS, "COLS": triton_rows.COLS}
+    source = ASTSource(triton_rows.kernel, types | dict.fromkeys(numbers, "constexpr"), numbers)
+    return report(triton.compile(source, target=target.triton), target)
+
+
 def compile_default(job: str) -> dict[str, Any]:
     """The first candidate's report, or the error."""
     name, target_name, dtype = job.split(":")
     start = time.perf_counter()
     try:
         target = TARGETS[target_name]
+        if name == "rows":
+            return {"job": job, "tile": None, **dataclasses.asdict(rows(dtype, target)), "assembly": None}
         program, binding = bound(name, DTYPES[dtype])
         tiles, refused = TritonBackend().candidates(program, binding, target)
         if not tiles:
             return {"job": job, "error": "no legal tile: " + "; ".join(map(str, refused))}
         tile = tiles[int(os.environ.get("CANDIDATE", "0"))]
-        report = dataclasses.asdict(cross_compile(program, tile, target))
-        del report["assembly"]
+        found = dataclasses.asdict(cross_compile(program, tile, target))
+        del found["assembly"]
     except Exception as error:  # a test reports it, with the job's name
         return {"job": job, "error": f"{type(error).__name__}: {str(error)[-2000:]}"}
-    return {"job": job, "tile": dataclasses.asdict(tile), "seconds": round(time.perf_counter() - start, 2), **report}
+    return {"job": job, "tile": dataclasses.asdict(tile), "seconds": round(time.perf_counter() - start, 2), **found}
 
 
 if __name__ == "__main__":

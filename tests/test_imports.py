@@ -29,8 +29,11 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("dispatch", ["codetta.dispatch"]),
     ("call", ["codetta.call"]),
     ("library", ["codetta.library", "codetta.fused"]),
-    # Attention and the loss: what graphs name, with the launches that they are made of.
-    ("operators", ["codetta.attention", "codetta.loss", "codetta.runtime.loss", "codetta.runtime.launch"]),
+    # Attention, the loss, an embedding's gradient: what graphs name, with the launches that they are made of.
+    (
+        "operators",
+        ["codetta.attention", "codetta.embedding", "codetta.loss", "codetta.runtime.loss", "codetta.runtime.launch"],
+    ),
     ("capture", ["codetta.placement", "codetta.capture", "codetta.partition"]),
     ("runtime", ["codetta.runtime"]),
     ("compiler", ["codetta.compiler"]),

@@ -167,7 +167,7 @@ def by_columns(head: Head, lse: Tensor, scale: Tensor, wanted: list[bool]) -> tu
     Of the weight's gradient every strip is whole, and rounded once; the rows' is a sum over strips, in fp32.
     """
     x, weight = head.x, head.weight
-    _, _, dw, db = _room(head, wanted, weight.dtype)
+    *_, dw, db = _room(head, [False, *wanted[1:]], weight.dtype)
     dx = torch.zeros(x.shape if wanted[0] else 0, dtype=head.dtype, device=x.device)
     values = {"lse": lse, **head.factors(lse, head.own(), scale)}
     shares = values.pop("shares", None)
