@@ -29,10 +29,17 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("dispatch", ["codetta.dispatch"]),
     ("call", ["codetta.call"]),
     ("library", ["codetta.library", "codetta.fused"]),
-    # Attention, the loss, an embedding's gradient: what graphs name, with the launches that they are made of.
+    # Attention, the loss, gradients that are calls of their own: what graphs name, with the launches that they are made of.
     (
         "operators",
-        ["codetta.attention", "codetta.embedding", "codetta.loss", "codetta.runtime.loss", "codetta.runtime.launch"],
+        [
+            "codetta.attention",
+            "codetta.embedding",
+            "codetta.gained",
+            "codetta.loss",
+            "codetta.runtime.loss",
+            "codetta.runtime.launch",
+        ],
     ),
     ("capture", ["codetta.placement", "codetta.capture", "codetta.partition"]),
     ("runtime", ["codetta.runtime"]),

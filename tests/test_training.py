@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zoo import LAYERS, ZOO, outputs
 
 import codetta
+from codetta.capture import weight_gradients
 from codetta.integrations.dynamo import backend_of
 from codetta.partition import Finish, Launch, Run, Step
 from codetta.runtime.executor import Training
@@ -157,6 +158,20 @@ def test_inner_products_that_pass_attention(by_reference: None, design: Design, 
     (training,) = trainings(model)
     second = training.plan.steps[training.plan.forward :]
     assert (stages(second) == 1) == passes  # the last norm's
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gains_in_the_epilogue_of_weight_gradients(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that such products fill."""
+    monkeypatch.setattr(weight_gradients, "_fills_the_device", lambda weight, rows: True)
+    entry = ZOO["llama"]
+    model, exact = entry.pair(DTYPES[dtype])
+    codetta.compile(model)
+    args, named = entry.example(2, 48, dtype=DTYPES[dtype])
+    check(model, exact, args, named, DTYPES[dtype])
+    (training,) = trainings(model)
+    calls = [each for each in training.plan.graph.nodes.nodes if "gained_gradient" in str(each.target)]
+    assert len(calls) == 3 * LAYERS + 1  # gate, up, and queries, keys and values together; the head
 
 
 def test_strict(small: tuple[Small, Small, Tensor]) -> None:

@@ -9,6 +9,7 @@ from zoo import ZOO
 
 import codetta
 from codetta.bench import prefill
+from codetta.capture import weight_gradients
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -23,9 +24,13 @@ def test_zoo(name: str) -> None:
     check(model, exact, args, named, torch.bfloat16)
 
 
+@pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("length", [256, 299])
-def test_llama(length: int) -> None:
+def test_llama(length: int, filled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """filled: as with weights that are large enough for programs of their own for their gradients."""
     torch._dynamo.reset()
+    if filled:
+        monkeypatch.setattr(weight_gradients, "_fills_the_device", lambda weight, rows: True)
     device = torch.device("cuda")
     model, exact = (prefill.build("tiny", device, dtype) for dtype in (torch.bfloat16, torch.float64))
     exact.load_state_dict(model.state_dict())
