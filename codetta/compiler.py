@@ -107,7 +107,7 @@ def plan_of(
                 without_repeats(graph)
                 continue
         try:
-            plan = partition(captured, outputs)
+            plan = partition(captured, outputs, again=options.memory != "more")
             refused = why_never_all(plan)
             if plan.again & set(refused):
                 plan = partition(captured, outputs, again=False)

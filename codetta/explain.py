@@ -249,8 +249,8 @@ def _op(each: fx.Node) -> str:
 
 
 def _where(each: fx.Node) -> str:
-    """The path of the module that the operator comes from."""
-    stack = each.meta.get("nn_module_stack") or {}
+    """The path of the module that the operator comes from, or whose gradients it makes."""
+    stack = each.meta.get("nn_module_stack") or each.meta.get("fwd_nn_module_stack") or {}
     path = [str(name) for name, _ in stack.values()]
     return _plain(path[-1]) if path else ""
 

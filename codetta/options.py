@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from codetta.errors import ArgumentError
 
 LEFTOVER = ("auto", "inductor", "graph")
+MEMORY = ("less", "normal", "more")
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,15 @@ class Options:
     ("auto": where tensors or launches are many) (integrations/).
     logits: those that a model with a loss hands out beside it, in training: made when somebody looks at them ("lazy"), or "always"
     (integrations/logits.py).
+    memory: of gradients. "normal": what a program among them can make again is not kept for them; "more" keeps it, which spares that
+    program a store; "less" also makes the logits of a loss twice, a third more work there (partition.py, runtime/loss.py).
     progress: a bar while kernels are built; None shows it where stderr is a terminal (compiler.py).
     """
 
     numerics: str = "default"
     leftover: str = "auto"
     logits: str = "lazy"
+    memory: str = "normal"
     progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -29,5 +33,6 @@ class Options:
             raise ArgumentError("numerics", f"is {self.numerics!r}", "pass 'default' or 'strict'")
         if self.logits not in ("lazy", "always"):
             raise ArgumentError("logits", f"is {self.logits!r}", "pass 'lazy' or 'always'")
-        if self.leftover not in LEFTOVER:
-            raise ArgumentError("leftover", f"is {self.leftover!r}", f"pass one of {', '.join(LEFTOVER)}")
+        for name, value, known in (("leftover", self.leftover, LEFTOVER), ("memory", self.memory, MEMORY)):
+            if value not in known:
+                raise ArgumentError(name, f"is {value!r}", f"pass one of {', '.join(known)}")

@@ -160,6 +160,23 @@ def test_inner_products_that_pass_attention(by_reference: None, design: Design, 
     assert (stages(second) == 1) == passes  # the last norm's
 
 
+def test_memory_can_be_traded() -> None:
+    """The same gradients, for more kept, or for more work."""
+    entry = ZOO["llama"]
+    _, named = entry.example(2, 12)
+    kept: dict[str, int] = {}
+    for memory in ("less", "normal", "more"):
+        model, exact = entry.pair(torch.bfloat16)
+        codetta.compile(model, options=codetta.Options(memory=memory))
+        check(model, exact, (), named | {"labels": named["input_ids"]}, torch.bfloat16)
+        (training,) = trainings(model)
+        kept[memory] = len(training.plan.again)
+        assert any("linear_losses" in each.name for each in training.plan.graph.nodes.nodes) == (memory == "less")
+    assert kept["more"] == 0 < kept["normal"] == kept["less"]
+    with pytest.raises(codetta.ArgumentError, match="less, normal, more"):
+        codetta.Options(memory="none")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gains_in_the_epilogue_of_weight_gradients(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that such products fill."""

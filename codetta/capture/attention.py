@@ -44,6 +44,7 @@ def stays_whole(module: fx.GraphModule, training: bool) -> None:
             arguments = tuple(as_autocast(module.graph, argument, casts[each]) for argument in arguments)
             if training:
                 call = module.graph.call_function(ours.attention_forward.default, arguments)
+                call.meta |= {name: each.meta[name] for name in ("nn_module_stack", "stack_trace") if name in each.meta}
                 each.target, each.args, each.kwargs = operator.getitem, (call, 0), {}
             else:
                 each.target, each.args, each.kwargs = ours.attention.default, arguments, {}

@@ -37,12 +37,12 @@ class _Found:
     cap: float | None
 
 
-def loss_takes_the_head(module: fx.GraphModule, lazy: bool) -> list[Spared]:
+def loss_takes_the_head(module: fx.GraphModule, lazy: bool, recompute: bool = False) -> list[Spared]:
     """cross_entropy(linear(x, w), target)  ->  linear_cross_entropy(x, w, target)
 
     Reassociates. Before the tracer sees the graph; logits may be cut by rows, seen otherwise and capped on the way. Where they are also
     an output, they are made when somebody looks at them, if that may be (`lazy`). Refuses logits that the graph itself uses otherwise
-    and labels that are probabilities.
+    and labels that are probabilities. `recompute`: gradients make the logits once more.
     """
     spared: list[Spared] = []
     casts = autocasts(module)
@@ -60,7 +60,7 @@ def loss_takes_the_head(module: fx.GraphModule, lazy: bool) -> list[Spared]:
             if handed is None:
                 continue
             spared += handed
-        _replace(module, loss, found, arguments, casts[found.head])
+        _replace(module, loss, found, arguments | {"recompute": recompute}, casts[found.head])
         for each in [*cast, *reversed(found.chain)]:  # no more than these: what writes in place has no readers either
             if not each.users:
                 module.graph.erase_node(each)

@@ -132,6 +132,7 @@ def _join(graph: fx.Graph, root: fx.Node, terms: list[_Term], others: list[fx.No
         left = add(aten.cat.default, [term.left for term in terms], 1)
         weight = add(aten.cat.default, [term.product.args[1] for term in terms], 0)
         total = add(aten.mm.default, left, weight)
+        total.meta["fwd_nn_module_stack"] = terms[0].product.meta.get("fwd_nn_module_stack")
         if seen is not None:
             total = add(aten.view.default, total, seen.args[1])
         parts = add(aten.mm.default, add(aten.t.default, left), turned[0].args[1]) if turned else None

@@ -159,7 +159,8 @@ class Backend:
         stays_whole(module, training)
         spared: list[Spared] = []
         if self.options.numerics != "strict":
-            spared = loss_takes_the_head(module, lazy=training and self.options.logits == "lazy")
+            lazy, recompute = training and self.options.logits == "lazy", self.options.memory == "less"
+            spared = loss_takes_the_head(module, lazy, recompute)
         compiled = aot_autograd(
             fw_compiler=lambda module, inputs: called(module),
             bw_compiler=_boxed,

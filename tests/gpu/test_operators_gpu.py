@@ -116,3 +116,19 @@ def test_out_of_memory_leaves_a_usable_model() -> None:
     again = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     assert torch.equal(again, first)
     again.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("rows", "classes", "width"), [(1, 7, 33), (300, 5, 512), (4096, 50_000, 2048), (4096, 1, 640)]
+)
+def test_embedding_gradient(dtype: torch.dtype, rows: int, classes: int, width: int) -> None:
+    torch.manual_seed(0)
+    gradient, ids = torch.randn(rows, width, device="cuda").to(dtype), torch.randint(0, classes, (rows,), device="cuda")
+    base, scale = torch.randn(classes, width, device="cuda"), torch.tensor(0.5, device="cuda")
+    exact = (base.double() * 0.5).index_add(0, ids, gradient.double())
+    first, second = (ours.embedding_gradient(gradient, ids, classes, -1, base, scale) for _ in range(2))
+    assert first.equal(second)
+    assert (first.double() - exact).norm() <= 2 * torch.finfo(dtype).eps * exact.norm()
+    alone = ours.embedding_gradient(gradient, ids, classes, 0, None, None)
+    assert not alone[0].any() and (classes == 1 or alone.any())
