@@ -198,6 +198,7 @@ def _(
 def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, mask, *how = inputs
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, query, key, value, mask)  # type: ignore[arg-type]
     ctx.how = how  # type: ignore[attr-defined]
 

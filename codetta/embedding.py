@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from codetta.ir.op import compute_dtype
+from codetta.runtime.tables import add_rows, times
 
 
 @torch.library.custom_op("codetta::embedding_gradient", mutates_args=())
@@ -18,36 +18,17 @@ def embedding_gradient(
 ) -> Tensor:
     """base·scale + the sum of gradient (..., D) over the places where ids (...) name each of the classes; padding: not this one."""
     rows, places = gradient.reshape(-1, gradient.shape[-1]), ids.reshape(-1)
-    table = torch.empty(classes, rows.shape[1], dtype=gradient.dtype, device=gradient.device)
     if base is None:
-        table.zero_()
-    elif scale is None:
-        table.copy_(base)
+        table = gradient.new_zeros(classes, rows.shape[1])
     else:
-        torch.mul(base, scale, out=table)
+        base = base.contiguous()
+        table = times(base, scale, gradient.dtype)
     if not places.numel():
         return table
-    if rows.is_cuda and rows.dtype != torch.float64:
-        from codetta.backends.triton_rows import add_rows
-
-        add_rows(table, rows.contiguous(), places, padding, base, scale)
-    else:
-        _add(table, rows, places, padding, base, scale)
+    add_rows(table, rows, places, padding, base, scale)
     return table
 
 
 @embedding_gradient.register_fake
 def _(gradient: Tensor, ids: Tensor, classes: int, padding: int, base: Tensor | None, scale: Tensor | None) -> Tensor:
     return gradient.new_empty(classes, gradient.shape[-1])
-
-
-def _add(table: Tensor, rows: Tensor, places: Tensor, padding: int, base: Tensor | None, scale: Tensor | None) -> None:
-    """Row by row, as PyTorch has it."""
-    kept = places != padding
-    named, which = places[kept].unique(return_inverse=True)
-    wide = compute_dtype(rows.dtype)
-    total = torch.zeros(len(named), rows.shape[1], dtype=wide, device=rows.device)
-    total.index_add_(0, which, rows[kept].to(wide))
-    if base is not None:
-        total += base[named].to(wide) * (1.0 if scale is None else scale)
-    table[named] = total.to(table.dtype)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from codetta.errors import ArgumentError
 from codetta.ir.op import compute_dtype
 from codetta.runtime.loss import Head, by_columns, by_rows, of_class, statistics
+from codetta.runtime.tables import times
 
 
 def linear_cross_entropy(
@@ -108,6 +109,7 @@ def _keep_gradients(
     ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, ...]
 ) -> None:
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # those of what has none would be zeros, as large as the weight
     ctx.save_for_backward(*output[1:])
     ctx.wanted = inputs[-1]  # type: ignore[attr-defined]
     ctx.dtypes = [each.dtype if isinstance(each, Tensor) else None for each in (inputs[0], inputs[1], inputs[3])]  # type: ignore[attr-defined]
@@ -126,7 +128,7 @@ def _multiply_gradients(
 def _times(kept: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     if type(kept) is not Tensor or kept.dtype == dtype:
         return (kept * gradient).to(dtype)  # whoever traces this fuses it
-    return torch.mul(kept, gradient, out=torch.empty_like(kept, dtype=dtype))
+    return times(kept, gradient, dtype)
 
 
 linear_loss.register_autograd(_multiply_gradients, setup_context=_keep_gradients)
@@ -175,6 +177,7 @@ def _keep_inputs(
     ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, ...]
 ) -> None:
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], *inputs[:5])  # type: ignore[arg-type]
     ctx.how = inputs[5:]  # type: ignore[attr-defined]
 

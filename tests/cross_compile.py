@@ -75,8 +75,8 @@ def rows(dtype: str, target: Target) -> Report:
         "width": "i32", "padding": "i32",
     }  # fmt: skip
     numbers = {"HAS_BASE": True, "HAS_SCALE": True, "ROWS": triton_rows.ROWS, "COLS": triton_rows.COLS}
-    source = ASTSource(triton_rows.kernel, types | dict.fromkeys(numbers, "constexpr"), numbers)
-    return report(triton.compile(source, target=target.triton), target)
+    source = ASTSource(triton_rows.rows_kernel, types | dict.fromkeys(numbers, "constexpr"), numbers)
+    return report(triton.compile(source, target=target.triton, options={"num_warps": triton_rows.WARPS}), target)
 
 
 def compile_default(job: str) -> dict[str, Any]:

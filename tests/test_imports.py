@@ -38,6 +38,7 @@ LAYERS: list[tuple[str, list[str]]] = [
             "codetta.gained",
             "codetta.loss",
             "codetta.runtime.loss",
+            "codetta.runtime.tables",
             "codetta.runtime.launch",
         ],
     ),

@@ -129,6 +129,9 @@ def test_embedding_gradient(dtype: torch.dtype, rows: int, classes: int, width: 
     exact = (base.double() * 0.5).index_add(0, ids, gradient.double())
     first, second = (ours.embedding_gradient(gradient, ids, classes, -1, base, scale) for _ in range(2))
     assert first.equal(second)
-    assert (first.double() - exact).norm() <= 2 * torch.finfo(dtype).eps * exact.norm()
+    # Rounded once, after a sum in fp32.
+    added = (base.abs().double() * 0.5).index_add(0, ids, gradient.abs().double())
+    bound = torch.finfo(dtype).eps * exact.abs() + 64 * torch.finfo(torch.float32).eps * added
+    assert ((first.double() - exact).abs() <= bound).all()
     alone = ours.embedding_gradient(gradient, ids, classes, 0, None, None)
     assert not alone[0].any() and (classes == 1 or alone.any())
