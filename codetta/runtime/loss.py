@@ -19,7 +19,7 @@ from codetta.program import Operand, Program
 from codetta.runtime.launch import launch
 from codetta.trace import trace
 
-CHUNK = 1 << 30  # bytes of logits that exist at a time, where their rows are made whole
+CHUNK = 1 << 30  # bytes of logits that exist at a time, where their rows are made whole; or as many as the sum over chunks has
 STRIP = 56 << 20  # at least, where they are made by columns
 ROWS = COLS = 256  # of which a chunk or a strip has a multiple
 
@@ -42,10 +42,10 @@ class Head:
     def dtype(self) -> torch.dtype:
         return compute_dtype(self.x.dtype)
 
-    def chunks(self) -> Iterator[tuple[slice, Head]]:
-        """Rows, a few at a time: as many as fit, in parts of about the same size."""
+    def chunks(self, added: int = 0) -> Iterator[tuple[slice, Head]]:
+        """Rows, a few at a time: as many as fit, in parts of about the same size. added: bytes to which every chunk adds."""
         count = self.x.shape[0]
-        most = max(ROWS, CHUNK // (self.weight.shape[0] * self.x.element_size()))
+        most = max(ROWS, max(CHUNK, added) // (self.weight.shape[0] * self.x.element_size()))
         parts = -(-count // most)
         size = -(-count // (parts or 1) // ROWS) * ROWS
         for begin in range(0, count, size or 1):
@@ -144,7 +144,7 @@ def by_rows(head: Head, scale: Tensor, wanted: list[bool]) -> tuple[Tensor, Tens
     x, weight = head.x, head.weight
     losses, dx, dw, db = _room(head, wanted, head.dtype)
     own = head.own()
-    for at, part in head.chunks():
+    for at, part in head.chunks(dw.nbytes):
         logits, lse, picked, *shared = logits_target(part.x, weight, dtype=x.dtype, **part.operands())
         losses[at] = part.losses(lse, picked, shared[0] if shared else None, own[at])
         values = {"logits": logits, "lse": lse, "target": part.target, **part.factors(lse, own[at], scale[at])}

@@ -132,6 +132,6 @@ def test_embedding_gradient(dtype: torch.dtype, rows: int, classes: int, width: 
     # Rounded once, after a sum in fp32.
     added = (base.abs().double() * 0.5).index_add(0, ids, gradient.abs().double())
     bound = torch.finfo(dtype).eps * exact.abs() + 64 * torch.finfo(torch.float32).eps * added
-    assert ((first.double() - exact).abs() <= bound).all()
+    assert ((first.double() - exact).abs() <= bound + torch.finfo(dtype).tiny).all()
     alone = ours.embedding_gradient(gradient, ids, classes, 0, None, None)
     assert not alone[0].any() and (classes == 1 or alone.any())
