@@ -23,6 +23,7 @@ from codetta.capture import capture
 from codetta.capture.attention import heads_are_shared
 from codetta.capture.embedding import embedding_adds_up
 from codetta.capture.inner_products import inner_product_passes
+from codetta.capture.paddings import paddings_join
 from codetta.capture.repeats import without_repeats
 from codetta.capture.sums import sums_of_products_join
 from codetta.capture.weight_gradients import gradients_look_again, row_scale_crosses
@@ -93,6 +94,7 @@ def plan_of(
     heads_are_shared(graph)
     if outputs is not None:
         embedding_adds_up(graph)
+        paddings_join(graph)
         if options.numerics == "default":
             sums_of_products_join(graph, parameters)
         gradients_look_again(graph, parameters)

@@ -11,6 +11,7 @@ from codetta.capture.columns import cut_commutes, expand
 from codetta.capture.embedding import embedding_adds_up
 from codetta.capture.inner_products import inner_product_passes
 from codetta.capture.loss import loss_takes_the_head
+from codetta.capture.paddings import paddings_join
 from codetta.capture.reader import late_is_staged
 from codetta.capture.sums import sums_of_products_join
 from codetta.capture.weight_gradients import gradients_look_again, row_scale_crosses
@@ -60,6 +61,7 @@ def laws() -> list[Law]:
         _law("mask_has_a_name", mask_has_a_name),
         _law("loss_takes_the_head", loss_takes_the_head),
         _law("embedding_adds_up", embedding_adds_up),
+        _law("paddings_join", paddings_join),
     ]
 
 

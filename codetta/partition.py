@@ -21,7 +21,7 @@ from codetta.capture.kinds import adds_in_any_order, is_call, is_random, is_size
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import OPS, is_sink
-from codetta.ir.view import hint
+from codetta.ir.view import hint, in_order, is_matrix
 from codetta.placement import Group
 from codetta.program import Operand, Piece, Product, Program, Store, acc_node, assemble, load_node
 
@@ -51,6 +51,7 @@ class Launch:
     operands: dict[str, Source]
     stores: dict[str, tuple[Node, torch.dtype]]
     sinks: dict[str, Node]
+    into: dict[str, tuple[Room, int]]  # where a store begins that is a part of something joined
 
 
 @dataclass(eq=False)
@@ -107,7 +108,14 @@ class Fixed:
     lasting: bool  # no parameter comes into it
 
 
-Step = Launch | Present | Finish | Run | Region | Mask | Fixed
+@dataclass(eq=False)
+class Room:
+    """Memory for values that the graph joins: programs store them in it side by side."""
+
+    target: fx.Node
+
+
+Step = Launch | Present | Finish | Run | Region | Mask | Fixed | Room
 
 
 @dataclass(eq=False)
@@ -150,6 +158,8 @@ class _Partition:
         self.steps: list[Step] = []
         self.done: set[object] = set()
         self.masks: dict[fx.Node, Mask] = {}
+        self.rooms: dict[fx.Node, Room] = {}
+        self.joined: dict[tuple[Node, torch.dtype], tuple[Room, int]] = {}  # values that are stored side by side
         self.again: dict[fx.Node, int] = {}  # tensors that a group among the gradients makes once more
 
     # ---- what must exist
@@ -228,6 +238,12 @@ class _Partition:
         self.tensors[each] = "run"
         if is_size_of_inputs(each):
             return
+        if self._is_joined(each):
+            self.rooms[each] = Room(each)
+            start = 0
+            for part in each.all_input_nodes:
+                self.joined[self.values[part].node, part.meta["val"].dtype] = self.rooms[each], start
+                start += part.meta["val"].shape[-1]
         mask = mask_has_a_name(each)
         self.pending += [arg for arg in each.all_input_nodes if arg is not mask]
 
@@ -236,10 +252,27 @@ class _Partition:
         sinks = sinks_of(value.node)
         by_row = value.node.space == Space(1, 0) and all(not sink.op.startswith("col") for sink in sinks)
         alone = value.node.op == "col_sum" or (by_row and self.places[value.node].late)
-        return bool(sinks) and alone and is_whole(value, each)
+        ordered = in_order([factor for dim in value.dims for factor in dim])
+        return bool(sinks) and alone and ordered and is_whole(value, each)
 
     def _storable(self, value: Value, each: fx.Node) -> bool:
         return self._exists(value.node) and not is_tensor_of_graph(value.node) and is_whole(value, each)
+
+    def _is_joined(self, each: fx.Node) -> bool:
+        """Whether the graph puts matrices side by side that are read nowhere else, each a store of its own."""
+        if packet_of(each) is not torch.ops.aten.cat:
+            return False
+        given: Any = [*each.args, 0]
+        parts, dim, last = given[0], given[1], each.meta["val"].dim() - 1
+        if last < 1 or dim % (last + 1) != last:
+            return False
+        stores: set[tuple[Node, torch.dtype]] = set()
+        for part in parts:
+            value = self.values.get(part)
+            if value is None or not self._storable(value, part) or not is_matrix(value.dims) or len(part.users) > 1:
+                return False
+            stores.add((value.node, part.meta["val"].dtype))
+        return len(stores) == len(parts) and not stores & set(self.joined)
 
     def _exists(self, value: Node) -> bool:
         """Whether its program can store it."""
@@ -407,6 +440,7 @@ class _Partition:
             {name: source for name, source in sources.items() if name in read},
             {name: (value, dtype) for (value, dtype), name in needs.stores.items()},
             {name: sink for sink, name in needs.sinks.items()},
+            {name: self.joined[store] for store, name in needs.stores.items() if store in self.joined},
         )
 
     # ---- what gradients make once more
@@ -488,14 +522,19 @@ class _Partition:
     def _before(self, item: object) -> list[object]:
         if isinstance(item, int):
             launch = self.launches[item]
-            return [need for source in [launch.a, *launch.operands.values()] for need in self._maker(source)]
+            needs = [need for source in [launch.a, *launch.operands.values()] for need in self._maker(source)]
+            return [*(room for room, _ in launch.into.values()), *needs]
         if isinstance(item, Mask):
             return list(item.makes.inputs)
+        if isinstance(item, Room):
+            return []
         assert isinstance(item, fx.Node)
         if self.tensors.get(item) == "stored":
             return [self.again.get(item, self.places[self.values[item].node].group)]
         if self.tensors.get(item) == "finished":
             return [self.places[sink].group for sink in sinks_of(self.values[item].node)]
+        if item in self.rooms:
+            return [self.places[self.values[part].node].group for part in item.all_input_nodes]
         if is_size_of_inputs(item):
             return []
         mask = mask_has_a_name(item)
@@ -523,12 +562,12 @@ class _Partition:
         if isinstance(item, int):
             self.steps.append(self.launches[item])
             return
-        if isinstance(item, Mask):
+        if isinstance(item, Mask | Room):
             self.steps.append(item)
             return
         assert isinstance(item, fx.Node)
-        if item.op in ("placeholder", "get_attr", "output"):
-            return
+        if item.op in ("placeholder", "get_attr", "output") or item in self.rooms:
+            return  # it is there
         if self.tensors.get(item) == "stored":
             value = self.values[item]
             self.steps.append(Present(item, value, item.meta["val"].dtype))
@@ -578,7 +617,7 @@ class _Gather:
         result: list[Step] = []
         run: list[fx.Node] = []
         for step in [*steps, None]:
-            if isinstance(step, Present | Finish) or (isinstance(step, Run) and _is_ready(step.target)):
+            if isinstance(step, Present | Finish | Room) or (isinstance(step, Run) and _is_ready(step.target)):
                 result.append(step)  # needs nothing but a launch or a call, and those stand before it already
                 continue
             if isinstance(step, Run) and not is_call(step.target) and not adds_in_any_order(step.target):

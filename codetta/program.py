@@ -336,8 +336,8 @@ def _stage(program: Program) -> Segment:
     values += [value for sink in program.sinks for value in sink.values]
     widths = {value.space.cols for value in values} - {0}
     nodes = tuple(topological(values))
-    if len(widths) != 1 or any(each.op in ("part", "join") for each in nodes):
-        raise TraceError("a program without a product takes no columns apart, and all its outputs have the same")
+    if len(widths) != 1:
+        raise TraceError("all outputs of a program without a product have the same columns")
     stores = tuple((s, p) for s, store in enumerate(program.stores) for p in range(len(store.pieces)))
     return Segment((), widths.pop(), stores, tuple(range(len(program.sinks))), nodes)
 

@@ -25,6 +25,8 @@ def reshape(op: At) -> Value:
     dims = views.reshape(value.dims, shape(op.fx))
     if dims is None:
         raise RefusedError("cuts through rows or columns whose size is not known")
+    if not all(views.in_order(dim) for dim in dims):
+        raise RefusedError("merges rows or columns out of their order")
     return Value(value.node, dims)
 
 
@@ -233,6 +235,10 @@ def cat(op: At) -> Value:
     if not all(isinstance(part, fx.Node) and part in op.graph.values for part in parts):
         raise RefusedError("joins values with tensors that no product made")
     pieces = [op.graph.values[part] for part in parts]
+    places = op.graph.placement
+    groups = {places[piece.node].group for piece in pieces}
+    if len(groups) > 1 and any(group >= 0 and places.groups[group].base is None for group in groups):
+        raise RefusedError("joins what several programs make: they store it side by side")
     first = pieces[0]
     dim = first.dims[at]
     columns = views.factors(first.dims, "col")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def inner_product_passes(graph: Graph) -> dict[fx.Node, Reason]:
     norm's result with its gradient is that of attention's arguments with theirs: it is known before the product with the weights is, and
     the norm's gradient can end in that product's epilogue. Refuses ways into attention that are not linear (norms of heads, biases, keys
     from elsewhere), and products that others read as well.
-    Gives the operators that it made, which stay with the graph: whoever turns attention's gradients reads those tensors anyway.
+    Gives names for attention's arguments, which stay with the graph: they are there, and whoever turns the gradients reads them whole.
     """
     left: dict[fx.Node, Reason] = {}
     multiplied = behind(graph.nodes, lambda each: packet_of(each) in (aten.mm, aten.addmm))
@@ -38,7 +39,7 @@ def inner_product_passes(graph: Graph) -> dict[fx.Node, Reason]:
     for each in list(graph.nodes.find_nodes(op="call_function", target=aten.sum.dim_IntList)):
         site = _Site(graph, each, multiplied, gradient)
         if each in gradient and site.found():
-            left |= dict.fromkeys(site.replace(), Reason("attention", "taken of its gradients, where they are turned"))
+            left |= dict.fromkeys(site.replace(), Reason("attention", "its argument, as it is"))
     if left:
         graph.nodes.eliminate_dead_code()  # else what was read keeps nodes of its own
     return left
@@ -179,17 +180,15 @@ class _Site:
 
     def replace(self) -> list[fx.Node]:
         dtype, gradients = self.total.meta["val"].dtype, {user.args[1]: user for user in self.attention.users}
-        made: list[fx.Node] = []
-
-        def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            made.append(call(self.graph.nodes, target, *args, **kwargs))
-            return made[-1]
-
+        add = partial(call, self.graph.nodes)
         with self.graph.nodes.inserting_before(self.total):
             parts = []
-            for at, argument in enumerate(self.attention.args[QUERY:MASK]):
-                wide = [add(aten._to_copy.default, each, dtype=dtype) for each in (gradients[at], argument)]
-                parts.append(add(aten.sum.dim_IntList, add(aten.mul.Tensor, *wide), [1, 3]))  # over heads and columns
+            arguments = [add(aten.alias.default, each) for each in self.attention.args[QUERY:MASK]]
+            for at, argument in enumerate(arguments):
+                wide = add(aten._to_copy.default, gradients[at], dtype=dtype)
+                parts.append(
+                    add(aten.sum.dim_IntList, add(aten.mul.Tensor, wide, argument), [1, 3])
+                )  # heads and columns
             rows = add(aten.add.Tensor, add(aten.add.Tensor, parts[0], parts[1]), parts[2])
             self.total.replace_all_uses_with(add(aten.div.Tensor, add(aten.unsqueeze.default, rows, -1), self.scale))
-        return made
+        return arguments

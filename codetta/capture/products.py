@@ -98,6 +98,20 @@ def weight_of(op: At, arg: fx.Node) -> Weight:
     return Weight(arg, transposed, 0, sizes[1] if transposed else sizes[0])
 
 
+def heads(op: At, each: fx.Node) -> Value:
+    """A tensor (B, H, T, D) as the matrix of B·T rows and H·D columns that it is to whoever attends to it."""
+    sizes, kinds = shape(each), ("row", "col", "row", "col")
+    if len(sizes) != 4 or not isinstance(sizes[1], int) or not isinstance(sizes[3], int):
+        raise RefusedError("its heads have no fixed size")
+    dims = tuple(
+        () if views.same(size, 1) else (views.Factor(kind, (at // 2,), size),)
+        for at, (kind, size) in enumerate(zip(kinds, sizes, strict=True))
+    )
+    order = tuple(at for at in (0, 2, 1, 3) if dims[at])
+    cols = sizes[1] * sizes[3]
+    return Value(op.leaf_node(each, Operand("", each.meta["val"].dtype, "each", cols), order, cols), dims)
+
+
 def tokens(op: At, left: fx.Node) -> Value:
     """A tensor of the graph as the left operand, seen through reshapes that only gather its rows."""
     base = left

@@ -8,6 +8,7 @@ least as accurate as what was asked for.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -16,7 +17,7 @@ from torch import fx
 from codetta.capture.at import At, is_tensor, operator_name
 from codetta.capture.graph import FLOATS, CutError, Graph, Law, RefusedError, Value
 from codetta.capture.kinds import is_random, is_size_of_inputs, is_tangent, packet_of
-from codetta.capture.products import tokens
+from codetta.capture.products import heads, tokens
 from codetta.capture.table import value_of
 from codetta.errors import Reason, TraceError
 from codetta.ir import view as views
@@ -94,6 +95,9 @@ class _Reader:
 
     def _read(self, each: fx.Node) -> Value | None:
         found = self.found
+        if self._leaves_attention(each):
+            self.begun.add(each)
+            return heads(At(found, each, self.laws), each)
         if each in self.begun:
             return tokens(At(found, each, self.laws), each)
         if each.op != "call_function" or each in self.cuts:
@@ -107,6 +111,14 @@ class _Reader:
         except (RefusedError, TraceError) as refusal:
             found.refusals[each] = Reason(operator_name(each), str(refusal))
             return None
+
+    def _leaves_attention(self, each: fx.Node) -> bool:
+        """A gradient of attention on its way to a product: programs that turn it begin with it."""
+        source = each.args[0] if each.target is operator.getitem else None
+        if not isinstance(source, fx.Node) or packet_of(source) is not torch.ops.codetta.attention_backward:
+            return False
+        kernels = each.meta["val"].dtype in FLOATS and each.meta["val"].dtype is not torch.float64
+        return kernels and bool(self.laws) and each in self.multiplied and each not in self.cuts
 
     def _go_back(self, at: fx.Node) -> fx.Node:
         """Forget what was read from there on."""

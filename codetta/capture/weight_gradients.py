@@ -118,15 +118,23 @@ class _Site:
         if (dz, scale) in self.scaled:
             return self.scaled[dz, scale]
         users, value = list(dz.users), dz.meta["val"]
-        later = next(each for each in reversed(self.graph.nodes.nodes) if each in (dz, scale))
-        with self.graph.nodes.inserting_before(later.next):
+        products = [
+            user for user in users if packet_of(user) is aten.mm and user.args[0] is dz and user.args[1] is not dz
+        ]
+        # Not before it is needed: a gradient that is given is there from the beginning of the graph, among the results.
+        first = next(each for each in self.graph.nodes.nodes if each is self.at or each in products)
+        with self.graph.nodes.inserting_before(first):
             column = self._add(aten.view.default, scale, [-1, 1], val=scale.meta["val"].reshape(-1, 1))
-            wide = self._add(aten.mul.Tensor, dz, column, val=value * column.meta["val"])
-            made = self._add(aten._to_copy.default, wide, val=value, dtype=value.dtype)
+            # Whoever makes the parts of what is joined scales them.
+            parts = dz.all_input_nodes if packet_of(dz) is aten.cat and dz.args[1:] == (1,) else [dz]
+            found = []
+            for part in parts:
+                wide = self._add(aten.mul.Tensor, part, column, val=part.meta["val"] * column.meta["val"])
+                found.append(self._add(aten._to_copy.default, wide, val=part.meta["val"], dtype=value.dtype))
+            made = found[0] if len(found) == 1 else self._add(aten.cat.default, found, 1, val=value)
         self.scaled[dz, scale] = made
-        for user in users:
-            if packet_of(user) is aten.mm and user.args[0] is dz and user.args[1] is not dz:
-                self._divide(user, made, column)
+        for user in products:
+            self._divide(user, made, column)
         return made
 
     def _divide(self, product: fx.Node, scaled: fx.Node, column: fx.Node) -> None:

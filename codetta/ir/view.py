@@ -73,6 +73,15 @@ def is_matrix(dims: Dims) -> bool:
     )
 
 
+def in_order(factors: Sequence[Factor]) -> bool:
+    """Whether pieces, as they are seen one after the other, come in the order of the matrix: rows among rows, columns among columns."""
+    for kind in ("row", "col"):
+        places = [factor.place for factor in factors if factor.kind == kind]
+        if places != sorted(places):
+            return False
+    return True
+
+
 def reshape(dims: Dims, shape: Sequence[Size]) -> Dims | None:
     """The dimensions after a reshape; None where a new dimension would cut through factors of unknown size."""
     left = [factor for dim in dims for factor in dim]

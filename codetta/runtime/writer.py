@@ -16,7 +16,7 @@ from codetta.capture.kinds import is_call, is_size_of_inputs, packet_of
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply
-from codetta.partition import Finish, Fixed, Launch, Mask, Plan, Present, Region, Run, Source, Step, origin
+from codetta.partition import Finish, Fixed, Launch, Mask, Plan, Present, Region, Room, Run, Source, Step, origin
 from codetta.runtime.constants import Constants
 from codetta.runtime.launch import launch
 from codetta.runtime.masks import SizedMask
@@ -94,6 +94,11 @@ class Writer:
                 return [Line(self._run(step.target), self.variable(step.target))]
             case Mask():
                 return [self._mask(step)]
+            case Room():
+                value = step.target.meta["val"]
+                sizes = ", ".join(self.size(size) for size in value.shape)
+                text = f"torch.empty(({sizes}), dtype={self.object(value.dtype)}, device={self.object(value.device)})"
+                return [Line(text, self.variable(step.target))]
             case Fixed():
                 return [self._fixed(step)]
             case Region():
@@ -283,6 +288,12 @@ class Writer:
         weights = ", ".join(self._weight(name, gain) for name, gain in step.weights)
         operands = ", ".join(f"{name!r}: {self._source(source)}" for name, source in step.operands.items())
         given = f"{self.object(step.program)}, {self._source(step.a)}, [{weights}], {{{operands}}}"
+        if step.into:
+            places = (
+                f"{name!r}: {self.variable(room.target)}[..., {begin} : {begin + step.stores[name][0].space.cols}]"
+                for name, (room, begin) in step.into.items()
+            )
+            given += f", {{{', '.join(places)}}}"
         return Line(f"{self.object(launch)}({given})", ", ".join(results) + ",")
 
 

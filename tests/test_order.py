@@ -1,0 +1,73 @@
+"""Rows and columns that a model sees in another order than programs do: merged, apart, met by others, reduced; results and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import codetta
+
+Rest = Callable[["Two", Tensor, Tensor, Tensor], Tensor]
+
+
+def rows(y: Tensor) -> Tensor:
+    """Positions first, samples second, in one dimension."""
+    return y.transpose(0, 1).reshape(-1, 16)
+
+
+def columns(y: Tensor) -> Tensor:
+    return y.unflatten(-1, (4, 4)).transpose(2, 3).reshape(y.shape)
+
+
+CASES: dict[str, Rest] = {
+    "rows and a tensor": lambda m, y, x, w: F.silu(rows(y)) + w,
+    "rows and numbers": lambda m, y, x, w: F.silu(rows(y)) * w[:, :1],
+    "rows and a value": lambda m, y, x, w: F.silu(rows(y)) + m.second(x).reshape(-1, 16),
+    "rows joined": lambda m, y, x, w: torch.cat([F.silu(rows(y)), F.silu(m.second(x).reshape(-1, 16))], -1),
+    "rows normed": lambda m, y, x, w: m.second(F.rms_norm(rows(y), (16,))),
+    "rows turned round and normed": lambda m, y, x, w: m.second(F.rms_norm(y.flip(0), (16,))),
+    "rows summed": lambda m, y, x, w: rows(y).sum(-1, keepdim=True) * m.second(x).reshape(-1, 16),
+    "apart, summed": lambda m, y, x, w: y.transpose(0, 1).sum(-1) * w[0, 0],
+    "apart, summed, and a tensor": lambda m, y, x, w: y.transpose(0, 1).sum(-1, keepdim=True) * w.view(3, 2, 16),
+    "apart, and a tensor": lambda m, y, x, w: F.silu(y.transpose(0, 1)) + w.view(3, 2, 16),
+    "apart, and a value": lambda m, y, x, w: F.silu(y.transpose(0, 1)) + m.second(x.transpose(0, 1)),
+    "apart, means": lambda m, y, x, w: y - y.transpose(0, 1).mean(-1).reshape(2, 3, 1),
+    "apart, greatest": lambda m, y, x, w: y.transpose(0, 1).reshape(2, 3, 16).amax(-1),
+    "columns and a tensor": lambda m, y, x, w: F.silu(columns(y)) + w.view(2, 3, 16),
+    "columns and a row": lambda m, y, x, w: F.silu(columns(y)) * w[0],
+    "columns normed": lambda m, y, x, w: F.layer_norm(columns(y), (16,), w[0], w[1]),
+    "columns multiplied": lambda m, y, x, w: m.second(columns(y)),
+    "columns and a value": lambda m, y, x, w: columns(y) + m.second(x),
+}
+
+
+class Two(nn.Module):
+    """A product, and what a case makes of it, a second one perhaps."""
+
+    def __init__(self, rest: Rest) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+        self.rest = rest
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return self.rest(self, self.first(x), x, w)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_order(case: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x, w = Two(CASES[case]), torch.randn(2, 3, 16, requires_grad=True), torch.randn(6, 16)
+    given = [x, *model.parameters()]
+    plain = model(x, w)
+    tangent = torch.randn_like(plain)
+    expected = torch.autograd.grad(plain, given, tangent, allow_unused=True)
+    codetta.compile(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, w), plain, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(torch.autograd.grad(model(x, w), given, tangent, allow_unused=True), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
