@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import fx
 
+import codetta.attention
+import codetta.loss  # noqa: F401 (operators)
 from codetta.capture.at import At, is_tensor, operator_name
 from codetta.capture.graph import FLOATS, CutError, Graph, Law, RefusedError, Value
 from codetta.capture.kinds import is_random, is_size_of_inputs, is_tangent, packet_of
@@ -27,6 +29,11 @@ from codetta.placement import NOWHERE, Placement
 
 aten = torch.ops.aten
 NORMS = (aten.mean, aten.native_layer_norm, aten._fused_rms_norm, aten.var_mean)
+_GRADIENTS = {
+    *((torch.ops.codetta.attention_backward, index) for index in range(3)),
+    (torch.ops.codetta.linear_loss, 1),
+    (torch.ops.codetta.linear_losses_backward, 0),
+}
 _FROM_ONE = (aten._to_copy, aten.pow, aten.mul)  # a wider type, a square
 
 
@@ -95,9 +102,10 @@ class _Reader:
 
     def _read(self, each: fx.Node) -> Value | None:
         found = self.found
-        if self._leaves_attention(each):
+        if self._is_gradient_of_a_call(each):
             self.begun.add(each)
-            return heads(At(found, each, self.laws), each)
+            if each.meta["val"].dim() == 4:
+                return heads(At(found, each, self.laws), each)
         if each in self.begun:
             return tokens(At(found, each, self.laws), each)
         if each.op != "call_function" or each in self.cuts:
@@ -112,10 +120,10 @@ class _Reader:
             found.refusals[each] = Reason(operator_name(each), str(refusal))
             return None
 
-    def _leaves_attention(self, each: fx.Node) -> bool:
-        """A gradient of attention on its way to a product: programs that turn it begin with it."""
-        source = each.args[0] if each.target is operator.getitem else None
-        if not isinstance(source, fx.Node) or packet_of(source) is not torch.ops.codetta.attention_backward:
+    def _is_gradient_of_a_call(self, each: fx.Node) -> bool:
+        """A gradient of attention, or of the loss, on its way to a product: programs that turn it begin with it."""
+        source, index = each.args if each.target is operator.getitem else (None, None)
+        if not isinstance(source, fx.Node) or (packet_of(source), index) not in _GRADIENTS:
             return False
         kernels = each.meta["val"].dtype in FLOATS and each.meta["val"].dtype is not torch.float64
         return kernels and bool(self.laws) and each in self.multiplied and each not in self.cuts
