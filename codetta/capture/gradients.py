@@ -46,6 +46,8 @@ def layer_norm(op: At, index: int) -> Value:
     if len(wanted) != 1:  # type: ignore[arg-type]
         raise RefusedError("a norm over several dimensions")
     values, dims = op.meet((grad, x, mean, rstd), at=grad)
+    if not views.has_columns_last(dims):
+        raise RefusedError("a norm over something else than the columns")
     g, normal = values[0], (values[1] - values[2]) * values[3]
     if index:
         return column_sum(op, Value((g * normal if index == 1 else g).node, dims))
@@ -61,6 +63,8 @@ def rms_norm(op: At, index: int) -> Value:
     if len(wanted) != 1:  # type: ignore[arg-type]
         raise RefusedError("a norm over several dimensions")
     values, dims = op.meet((grad, x, rstd), at=grad)
+    if not views.has_columns_last(dims):
+        raise RefusedError("a norm over something else than the columns")
     g, normal = values[0], values[1] * values[2]
     if index:
         return column_sum(op, Value((g * normal).node, dims))

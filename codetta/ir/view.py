@@ -66,11 +66,14 @@ def product(sizes: Any) -> Size:
 
 
 def is_matrix(dims: Dims) -> bool:
-    """Whether the tensor is the matrix: all rows in order, then all columns."""
+    """Whether the tensor is the matrix: all rows in order, then all columns, in the last dimension."""
     flat = [factor for dim in dims for factor in dim]
-    return flat == [*factors(dims, "row"), *factors(dims, "col")] and all(
-        len({factor.kind for factor in dim}) < 2 for dim in dims
-    )
+    return flat == [*factors(dims, "row"), *factors(dims, "col")] and has_columns_last(dims)
+
+
+def has_columns_last(dims: Dims) -> bool:
+    """Whether the last dimension is all columns in their order, and nothing else."""
+    return bool(dims) and list(dims[-1]) == factors(dims, "col")
 
 
 def in_order(factors: Sequence[Factor]) -> bool:
