@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -177,7 +178,7 @@ class _Partition:
             if needs.stores or needs.sinks
         }
         if outputs is not None and again:
-            self._make_again()
+            self._make_again(self._all_before(results))
         for each in results:
             self._emit(each)
         # Of several results, each is carried over by itself.
@@ -445,12 +446,14 @@ class _Partition:
 
     # ---- what gradients make once more
 
-    def _make_again(self) -> None:
+    def _make_again(self, before: set[object]) -> None:
         """A matrix that gradients want (a weight's gradient: what the weight was multiplied with), made once more by a program among
-        them that reads all it is made of anyway. It need not be kept in between, which costs that program a store."""
+        them that reads all it is made of anyway. It need not be kept in between, which costs that program a store.
+        before: what the results need."""
         read = {
             number: {source.value for source in launch.operands.values() if source.kind == "stored"}
             for number, launch in self.launches.items()
+            if number not in before
         }
         for each, how in self.tensors.items():
             if how != "stored" or packet_of(each) is not torch.ops.aten.alias:
@@ -479,16 +482,17 @@ class _Partition:
 
     def _needs(self, number: int, tensor: fx.Node) -> bool:
         """Whether the program can only run when the tensor is there."""
-        stack: list[object] = [number]
-        seen: set[object] = set()
+        return tensor in self._all_before([number])
+
+    def _all_before(self, items: Iterable[object]) -> set[object]:
+        """Those, and everything that must be there before them."""
+        stack, seen = list(items), set()
         while stack:
             each = stack.pop()
-            if each is tensor:
-                return True
             if each not in seen:
                 seen.add(each)
                 stack += self._before(each)
-        return False
+        return seen
 
     def _add_again(self, each: fx.Node, value: Node, dtype: torch.dtype, number: int) -> None:
         stores, before = self.needs[number].stores, self.launches[number]
