@@ -42,6 +42,10 @@ CASES: dict[str, Rest] = {
     "columns normed": lambda m, y, x, w: F.layer_norm(columns(y), (16,), w[0], w[1]),
     "columns multiplied": lambda m, y, x, w: m.second(columns(y)),
     "columns and a value": lambda m, y, x, w: columns(y) + m.second(x),
+    "a norm over rows": lambda m, y, x, w: F.layer_norm(y.permute(2, 0, 1), (3,)),
+    "a sum over rows multiplied": lambda m, y, x, w: m.second(y.reshape(6, 16).sum(0, keepdim=True)),
+    "one row for all": lambda m, y, x, w: y.reshape(6, 16) * m.second(y.reshape(6, 16).mean(0, keepdim=True)),
+    "multiplied and added": lambda m, y, x, w: m.second(y + w[0]) + y,
 }
 
 
