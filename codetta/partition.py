@@ -22,7 +22,7 @@ from codetta.capture.kinds import adds_in_any_order, is_call, is_random, is_size
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import OPS, is_sink
-from codetta.ir.view import hint, in_order, is_matrix
+from codetta.ir.view import has_columns_last, hint, in_order, is_matrix
 from codetta.placement import Group
 from codetta.program import Operand, Piece, Product, Program, Store, acc_node, assemble, load_node
 
@@ -270,7 +270,9 @@ class _Partition:
         stores: set[tuple[Node, torch.dtype]] = set()
         for part in parts:
             value = self.values.get(part)
-            if value is None or not self._storable(value, part) or not is_matrix(value.dims) or len(part.users) > 1:
+            if value is None or not self._storable(value, part) or len(part.users) > 1:
+                return False
+            if not is_matrix(value.dims) or not has_columns_last(value.dims):
                 return False
             stores.add((value.node, part.meta["val"].dtype))
         return len(stores) == len(parts) and not stores & set(self.joined)

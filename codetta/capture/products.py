@@ -35,7 +35,8 @@ def product(op: At) -> Value | None:
     if value is None:
         value = tokens(op, left)
     summed = any(each.op.startswith("col_") for each in topological([value.node], lambda each: each.op != "product"))
-    if not views.is_matrix(value.dims) or len(value.dims) != 2 or summed:
+    seen = views.is_matrix(value.dims) and views.has_columns_last(value.dims)
+    if not seen or len(value.dims) != 2 or summed:
         raise RefusedError("its left operand is not a token matrix")
     name = op.weight_name(weight)
     made = node("product", value.node, space=Space(1, cols), weight=name, dtype=left.meta["val"].dtype)

@@ -66,9 +66,11 @@ def product(sizes: Any) -> Size:
 
 
 def is_matrix(dims: Dims) -> bool:
-    """Whether the tensor is the matrix: all rows in order, then all columns, in the last dimension."""
+    """Whether the tensor is the matrix: all rows in order, then all columns."""
     flat = [factor for dim in dims for factor in dim]
-    return flat == [*factors(dims, "row"), *factors(dims, "col")] and has_columns_last(dims)
+    return flat == [*factors(dims, "row"), *factors(dims, "col")] and all(
+        len({factor.kind for factor in dim}) < 2 for dim in dims
+    )
 
 
 def has_columns_last(dims: Dims) -> bool:
