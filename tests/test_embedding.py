@@ -52,7 +52,7 @@ def test_against_float64(
     how, count: int, classes: int, width: int, padding: int, dtype: torch.dtype, given_base: str
 ) -> None:  # type: ignore[no-untyped-def]
     if how is by_kernel and not interpreting():
-        pytest.skip("kernels run on the GPU here")
+        pytest.skip("Triton's interpreter is off: tests/gpu runs the kernel on the GPU that is here")
     torch.manual_seed(count)
     gradient, ids = torch.randn(1, count, width).to(dtype), torch.randint(0, classes, (1, count))
     base = None if given_base == "none" else torch.randn(classes, width)

@@ -18,13 +18,8 @@ from codetta.capture.kinds import as_autocast, autocasts, packet_of
 
 aten, ours = torch.ops.aten, torch.ops.codetta
 OPERATORS = (ours.attention, ours.attention_forward, ours.attention_backward)
-QUERY, KEY, MASK, HOW, GROUPED = (
-    -7,
-    -6,
-    -4,
-    -3,
-    -1,
-)  # where their arguments stand: the last seven are the same for all of them
+# Where their arguments stand: the last seven are the same for all of them.
+QUERY, KEY, MASK, HOW, GROUPED = -7, -6, -4, -3, -1
 
 
 def stays_whole(module: fx.GraphModule, training: bool) -> None:

@@ -19,9 +19,8 @@ from codetta.program import Operand, Program
 from codetta.runtime.launch import launch
 from codetta.trace import trace
 
-CHUNK = (
-    1 << 30
-)  # bytes of logits that exist at a time, where their rows are made whole; or as many as the sum over chunks has
+# Bytes of logits that exist at a time, where their rows are made whole: so many, or as many as the sum over chunks has.
+CHUNK = 1 << 30
 STRIP = 56 << 20  # at least, where they are made by columns
 ROWS = COLS = 256  # of which a chunk or a strip has a multiple
 
