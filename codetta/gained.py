@@ -5,19 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from codetta.call import epilogue
-from codetta.dsl import Row, Value
-
-
-@epilogue
-def _gained(acc: Value, gain: Row) -> dict[str, Value]:
-    return {"dw": acc * gain}
+from codetta.library import weight_gradient
 
 
 @torch.library.custom_op("codetta::gained_gradient", mutates_args=())
 def gained_gradient(gradient: Tensor, x: Tensor, gain: Tensor) -> Tensor:
     """(gradientᵀ x) · gain, rounded once; gradient (M, N), x (M, K), gain (K,)."""
-    found: Tensor = _gained(gradient.t(), x.t(), gain=gain)
+    found: Tensor = weight_gradient(gradient.t(), x.t(), g=gain)
     return found
 
 

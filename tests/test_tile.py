@@ -55,6 +55,16 @@ def test_heads_of_96_are_strips_of_48(cols: int, legal: bool) -> None:
     assert rules(found) == (set() if legal else {"strip not contiguous"})
 
 
+@pytest.mark.parametrize(("loop", "legal"), [("pointer", True), ("descriptor", False)])
+def test_a_product_read_in_two_widths_has_no_one_box(loop: str, legal: bool) -> None:
+    def fn(acc):
+        first, _, last = ct.parts(acc, 3)
+        return {"gated": ct.silu(first) * last, "raw": ct.store(acc, dtype=torch.float32)}
+
+    found = why_not(program(fn, 6), Tile(64, 64, 16, loop=loop))
+    assert rules(found) == (set() if legal else {"copy engine"})
+
+
 def test_a_refusal_has_a_counter_example() -> None:
     found = why_not(program(rotate(128), 768), Tile(32, 64, 32))
     text = next(reason.detail for reason in found if reason.detail.startswith("part"))

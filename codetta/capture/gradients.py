@@ -40,14 +40,20 @@ def threshold(op: At) -> Value:
     return op.elementwise(lambda g, x: dsl.where(x <= limit, 0.0, g), op.fx.args[:2])
 
 
+def _over_columns(op: At, args: tuple[Any, ...], wanted: Any) -> tuple[list[dsl.Value], views.Dims]:
+    """What a norm's gradient is made of, laid out as the gradient that is given."""
+    if len(wanted) != 1:
+        raise RefusedError("a norm over several dimensions")
+    values, dims = op.meet(args, at=args[0])
+    if not views.has_columns_last(dims):
+        raise RefusedError("a norm over something else than the columns")
+    return values, dims
+
+
 def layer_norm(op: At, index: int) -> Value:
     """Of native_layer_norm_backward(g, x, shape, mean, rstd, weight, bias, mask): the gradient of x, of the weight, of the bias."""
     grad, x, wanted, mean, rstd, weight = op.fx.args[:6]
-    if len(wanted) != 1:  # type: ignore[arg-type]
-        raise RefusedError("a norm over several dimensions")
-    values, dims = op.meet((grad, x, mean, rstd), at=grad)
-    if not views.has_columns_last(dims):
-        raise RefusedError("a norm over something else than the columns")
+    values, dims = _over_columns(op, (grad, x, mean, rstd), wanted)
     g, normal = values[0], (values[1] - values[2]) * values[3]
     if index:
         return column_sum(op, Value((g * normal if index == 1 else g).node, dims))
@@ -60,11 +66,7 @@ def layer_norm(op: At, index: int) -> Value:
 def rms_norm(op: At, index: int) -> Value:
     """Of _fused_rms_norm_backward(g, x, shape, rstd, weight, mask): the gradient of x, and of the weight."""
     grad, x, wanted, rstd, weight = op.fx.args[:5]
-    if len(wanted) != 1:  # type: ignore[arg-type]
-        raise RefusedError("a norm over several dimensions")
-    values, dims = op.meet((grad, x, rstd), at=grad)
-    if not views.has_columns_last(dims):
-        raise RefusedError("a norm over something else than the columns")
+    values, dims = _over_columns(op, (grad, x, rstd), wanted)
     g, normal = values[0], values[1] * values[2]
     if index:
         return column_sum(op, Value((g * normal).node, dims))

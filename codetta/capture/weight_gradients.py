@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +13,7 @@ from codetta.capture.graph import Graph
 from codetta.capture.kinds import behind, is_tangent, made_of, packet_of
 from codetta.ir.graph import Node, unstaged
 from codetta.ir.view import hint, same
-from codetta.plan.target import unit_count
+from codetta.plan.cost import fills_the_device
 from codetta.rewrite.scale import affine_form
 
 aten = torch.ops.aten
@@ -103,7 +102,7 @@ class _Site:
         scaled, value = self._scaled(dz, scale), self.at.meta["val"]
         with self.graph.nodes.inserting_before(self.at):
             rows = self._add(aten.view.default, base, [-1, width], val=base.meta["val"].reshape(-1, width))
-            if gain is not None and _fills_the_device(value, scaled.meta["val"].shape[0]):
+            if gain is not None and fills_the_device(value, hint(scaled.meta["val"].shape[0])):
                 result = self._add(torch.ops.codetta.gained_gradient.default, scaled, rows, gain, val=value)
             else:
                 turned = self._add(aten.t.default, scaled, val=scaled.meta["val"].t())
@@ -151,21 +150,6 @@ class _Site:
         made = self.graph.nodes.call_function(target, args, kwargs)
         made.meta["val"] = val
         return made
-
-
-# A program of ours for a weight's gradient is as fast as the vendor's product where its tiles, all of one size, leave hardly a part of the
-# device without work in the last round; the vendor has tiles of several sizes.
-TILE = (128, 256)
-FULL = 0.9
-ROWS = 4096
-
-
-def _fills_the_device(weight: torch.Tensor, rows: int | torch.SymInt) -> bool:
-    if weight.device.type != "cuda" or weight.dtype == torch.float32 or hint(rows) < ROWS:
-        return False
-    tiles = math.prod(-(-size // tile) for size, tile in zip(weight.shape, TILE, strict=True))
-    units = unit_count(weight.device)
-    return tiles >= FULL * units * -(-tiles // units)
 
 
 def _transposed(each: fx.Node) -> fx.Node | None:

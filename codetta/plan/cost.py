@@ -1,13 +1,15 @@
-"""Cost: how many bytes a program carries between memory and chip, fused and not.
+"""Cost: how many bytes a program carries between memory and chip, fused and not, and where a program does not pay.
 
-A count, not a measurement: each tensor once for each kernel that reads or writes it, caches neither helping nor hurting.
+Bytes are a count, not a measurement: each tensor once for each kernel that reads or writes it, caches neither helping nor hurting.
 """
 
 from __future__ import annotations
 
 import math
 
-from codetta.plan.target import Target
+import torch
+
+from codetta.plan.target import Target, unit_count
 from codetta.program import Operand, Program, Sink, Store
 from codetta.stat import FIELDS
 
@@ -46,6 +48,22 @@ def flops(program: Program, rows: int) -> int:
 def predicted_ms(program: Program, rows: int, target: Target, samples: int = 1) -> float:
     """The roofline: as long as its multiplications or its bytes take at the target's best, whichever is longer."""
     return max(flops(program, rows) / target.matmul_tflops, bytes_moved(program, rows, samples) / target.read_tbs) / 1e9
+
+
+# A program of ours for a weight's gradient is as fast as the vendor's product where its tiles, all of one size, leave hardly a part of the
+# device without work in the last round; the vendor has tiles of several sizes.
+TILE = (128, 256)
+FULL = 0.9
+ROWS = 4096
+
+
+def fills_the_device(weight: torch.Tensor, rows: int) -> bool:
+    """Whether the weight's gradient, a sum over so many rows, is worth a program of its own."""
+    if weight.device.type != "cuda" or weight.dtype == torch.float32 or rows < ROWS:
+        return False
+    tiles = math.prod(-(-size // tile) for size, tile in zip(weight.shape, TILE, strict=True))
+    units = unit_count(weight.device)
+    return tiles >= FULL * units * -(-tiles // units)
 
 
 def _matrices(program: Program, rows: int) -> int:

@@ -67,9 +67,27 @@ def why_not(program: Program, tile: Tile, target: Target | None = None) -> list[
     for segment in program.segments:
         reasons += _columns_local(program, segment, tile)
         reasons += _rows_local(segment, tile)
+    reasons += _boxes_agree(program, tile)
     if target is not None:
         reasons += _fits(program, tile, target)
     return list(dict.fromkeys(reasons))
+
+
+def _boxes_agree(program: Program, tile: Tile) -> list[Reason]:
+    """The copy engine reads each product's columns in boxes of one width, whichever segment asks."""
+    if tile.loop == "pointer":
+        return []
+    widths: dict[int, set[int]] = {}
+    for segment in program.segments:
+        for strip in segment.strips:
+            widths.setdefault(strip.product, set()).add(tile.strip(segment))
+    return [
+        Reason(
+            "copy engine", f"results read product {product} in boxes of {' and '.join(map(str, sorted(found)))} columns"
+        )
+        for product, found in widths.items()
+        if len(found) > 1
+    ]
 
 
 def _power_of_two_above(x: int) -> int:
