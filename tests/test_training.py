@@ -187,7 +187,7 @@ def test_memory_can_be_traded() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gains_in_the_epilogue_of_weight_gradients(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that such products fill."""
-    monkeypatch.setattr(weight_gradients, "_fills_the_device", lambda weight, rows: True)
+    monkeypatch.setattr(weight_gradients, "fills_the_device", lambda weight, rows: True)
     entry = ZOO["llama"]
     model, exact = entry.pair(DTYPES[dtype])
     codetta.compile(model)
