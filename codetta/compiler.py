@@ -20,6 +20,7 @@ from typing import TypeVar
 from torch import fx
 
 from codetta.capture import capture
+from codetta.capture.appends import rows_are_appended
 from codetta.capture.attention import heads_are_shared
 from codetta.capture.embedding import embedding_adds_up
 from codetta.capture.inner_products import inner_product_passes
@@ -91,6 +92,7 @@ def plan_of(
     graph, parameters = module.graph, list(parameters)
     left: dict[fx.Node, Reason] = {}
     without_repeats(graph)
+    rows_are_appended(graph)
     heads_are_shared(graph)
     if outputs is not None:
         embedding_adds_up(graph)

@@ -18,7 +18,16 @@ from torch import Tensor, fx
 from codetta.capture import Graph, Value
 from codetta.capture.at import is_whole
 from codetta.capture.attention import made_of_sizes, mask_has_a_name
-from codetta.capture.kinds import adds_in_any_order, is_call, is_random, is_size, is_size_of_inputs, is_view, packet_of
+from codetta.capture.kinds import (
+    adds_in_any_order,
+    is_call,
+    is_effect,
+    is_random,
+    is_size,
+    is_size_of_inputs,
+    is_view,
+    packet_of,
+)
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import OPS, is_sink
@@ -171,7 +180,8 @@ class _Partition:
         results = (
             wanted if outputs is None else [each for each in output.args[0][:outputs] if isinstance(each, fx.Node)]
         )
-        self._close(wanted)
+        effects = [each for each in self.graph.nodes.nodes if is_effect(each)]
+        self._close(wanted + effects)
         self.launches = {
             group.number: self._launch(group)
             for group, needs in zip(self.places.groups, self.needs, strict=True)
@@ -180,6 +190,12 @@ class _Partition:
         if outputs is not None and again:
             self._make_again(self._all_before(results))
         for each in results:
+            self._emit(each)
+        # What is written over may be read by all others.
+        for each in effects:
+            for arg in each.all_input_nodes:
+                self._emit(arg)
+        for each in effects:
             self._emit(each)
         # Of several results, each is carried over by itself.
         for step in list(self.steps):
@@ -626,7 +642,7 @@ class _Gather:
             if isinstance(step, Present | Finish | Room) or (isinstance(step, Run) and _is_ready(step.target)):
                 result.append(step)  # needs nothing but a launch or a call, and those stand before it already
                 continue
-            if isinstance(step, Run) and not is_call(step.target) and not adds_in_any_order(step.target):
+            if isinstance(step, Run) and not _stands_alone(step.target):
                 run.append(step.target)
                 continue
             for known in (self.sized, self.fixed):
@@ -656,6 +672,11 @@ class _Gather:
             if decided and not is_random(each) and each not in self.given and _is_small(each):
                 found.append(each)
         return found if sum(not is_view(each) for each in found) >= 2 else []
+
+
+def _stands_alone(each: fx.Node) -> bool:
+    """Whether no compiler is to take it into a region."""
+    return is_call(each) or is_effect(each) or adds_in_any_order(each)
 
 
 def _is_small(each: fx.Node) -> bool:

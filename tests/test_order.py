@@ -75,3 +75,15 @@ def test_order(case: str) -> None:
         torch.testing.assert_close(model(x, w), plain, rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(torch.autograd.grad(model(x, w), given, tangent, allow_unused=True), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_one_row_as_a_matrix() -> None:
+    """Heads of the only row: as many dimensions as a matrix of rows and columns has, and none of them rows."""
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 16)
+    x = torch.randn(1, 16)
+
+    def heads(x: Tensor) -> Tensor:
+        return F.silu(linear(x)).view(4, 4)
+
+    assert torch.allclose(codetta.compile(heads)(x), heads(x), atol=1e-6)

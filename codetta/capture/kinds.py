@@ -35,6 +35,11 @@ def is_call(each: fx.Node) -> bool:
     return "scaled_dot_product" in getattr(packet, "__name__", "") or str(packet).startswith("codetta.")
 
 
+def is_effect(each: fx.Node) -> bool:
+    """Whether it writes to something that was there before."""
+    return isinstance(each.target, torch._ops.OpOverload) and each.target._schema.is_mutable
+
+
 def adds_in_any_order(each: fx.Node) -> bool:
     """Whether a compiler would make it of additions that come in another order at every call, and PyTorch's own kernel does not."""
     return packet_of(each) in (aten.embedding_dense_backward, aten.index_put, aten._unsafe_index_put)

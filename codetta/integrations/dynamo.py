@@ -17,7 +17,7 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from codetta.capture.attention import stays_whole
-from codetta.capture.kinds import is_view
+from codetta.capture.kinds import is_effect, is_view
 from codetta.capture.loss import Spared, loss_takes_the_head
 from codetta.compiler import compile_graph, compile_joint
 from codetta.errors import ArgumentError
@@ -166,6 +166,7 @@ class Backend:
             bw_compiler=_boxed,
             inference_compiler=self.compile_graph,
             partition_fn=self.compile_joint,
+            keep_inference_input_mutations=not training,
         )(module, inputs)
         return with_logits(compiled, spared) if spared else compiled
 
@@ -271,4 +272,7 @@ def _parameters(graph: fx.Graph) -> list[fx.Node]:
 
 def _at(graph: fx.Graph, static: list[int]) -> list[fx.Node]:
     placeholders = graph.find_nodes(op="placeholder")
-    return [placeholders[at] for at in static if isinstance(placeholders[at].meta.get("val"), torch.Tensor)]
+    found = [placeholders[at] for at in static if isinstance(placeholders[at].meta.get("val"), torch.Tensor)]
+    # A cache is the same tensor at every call too, but the graph writes to it.
+    written = {each.args[0] for each in graph.nodes if is_effect(each)}
+    return [each for each in found if each not in written]

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from codetta.attention import Attention
 from codetta.capture.attention import HOW, OPERATORS
-from codetta.capture.kinds import is_call, is_size_of_inputs, packet_of
+from codetta.capture.kinds import is_call, is_effect, is_size_of_inputs, packet_of
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply
@@ -160,7 +160,7 @@ class Writer:
         args = [self.spell(arg) for arg in each.args]
         if packet in (aten.view, aten._unsafe_view):
             return f"{args[0]}.reshape({args[1]})"  # what a program stored may lie otherwise in memory
-        if packet is aten.clone and origin(each.args[0]).op == "call_function":  # type: ignore[arg-type]
+        if packet is aten.clone and _is_made(origin(each.args[0])):  # type: ignore[arg-type]
             # Nothing is written in place, so a copy is needed only for its layout, or to part from an input.
             return f"{args[0]}.contiguous()" if "memory_format" in each.kwargs else args[0]
         if packet in OPERATORS:
@@ -230,7 +230,7 @@ class Writer:
         text = self.stored[step.value.node, step.dtype]
         order = [*views.factors(dims, "row"), *views.factors(dims, "col")]
         flat = [factor for dim in dims for factor in dim]
-        if flat != order or len(order) != 2:
+        if flat != order or [factor.kind for factor in order] != ["row", "col"]:
             text += f".view({', '.join(self.size(factor.size) for factor in order)})" if order else ""
         if flat != order:
             text += f".permute({', '.join(str(order.index(factor)) for factor in flat)})"
@@ -330,6 +330,11 @@ def strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     if tensor.stride() == strides:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _is_made(each: fx.Node) -> bool:
+    """Whether nobody but the plan has it, and nothing is written over it."""
+    return each.op == "call_function" and not is_effect(each)
 
 
 def _attribute(module: Any, path: str) -> Any:

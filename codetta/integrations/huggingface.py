@@ -1,0 +1,162 @@
+"""Hugging Face's causal language models as two functions: of a prompt, and of one more token for each sequence.
+
+The cache is one tensor of keys and one of values for each layer, in place for good; each sequence has a length of its own, in memory of
+the device. transformers is imported when a model is given: Codetta does without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from codetta.errors import ArgumentError
+
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+
+
+@dataclass
+class Slots:
+    """Room for the keys and values of `batch` sequences of up to `context` tokens."""
+
+    keys: list[Tensor]  # a layer each: (batch, heads, context, head)
+    values: list[Tensor]
+    places: Tensor  # (batch,): where the next token of each sequence goes
+
+    @property
+    def context(self) -> int:
+        return self.keys[0].shape[2]
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.numel() * each.element_size() for each in [*self.keys, *self.values])
+
+    def put(self, slot: int, keys: list[Tensor], values: list[Tensor]) -> None:
+        """A prompt's, as (1, heads, length, head)."""
+        for rooms, found in ((self.keys, keys), (self.values, values)):
+            for room, each in zip(rooms, found, strict=True):
+                room[slot, :, : each.shape[2]] = each[0]
+        self.places[slot] = keys[0].shape[2]
+
+
+class Causal:
+    """A causal language model as functions of tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.config = model, _config(model)
+        self.masks = _masks(model)
+
+    def slots(self, batch: int, context: int, keys: list[Tensor], values: list[Tensor]) -> Slots:
+        """Room like that of a prompt's keys and values."""
+
+        def room(like: Tensor) -> Tensor:
+            made = like.new_zeros(batch, like.shape[1], context, like.shape[3])
+            torch._dynamo.mark_static_address(made)
+            return made
+
+        device = keys[0].device
+        places = torch.zeros(batch, dtype=torch.int64, device=device)
+        return Slots([room(each) for each in keys], [room(each) for each in values], places)
+
+    def prompt(self, tokens: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Of (1, length) tokens: the logits behind the last one, and every layer's keys and values."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        places = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        out = self.model(
+            input_ids=tokens, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True
+        )  # fmt: skip
+        return out.logits[:, -1], [each.keys for each in cache.layers], [each.values for each in cache.layers]
+
+    def step(self, slots: Slots) -> Callable[[Tensor, Tensor], Tensor]:
+        """A function of (batch,) tokens and their places, that writes their keys and values and returns the logits behind them."""
+        cache = _cache(slots)
+        model, masks, context = self.model, self.masks, slots.context
+
+        def step(tokens: Tensor, places: Tensor) -> Tensor:
+            for layer in cache.layers:
+                layer.places = places[:, None]
+            out = model(
+                input_ids=tokens[:, None], position_ids=places[:, None], attention_mask=masks(places, context), past_key_values=cache,
+                use_cache=True, return_dict=True,
+            )  # fmt: skip
+            return out.logits[:, -1]
+
+        return step
+
+
+def _config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "generate"):
+        raise ArgumentError("model", f"is a {type(model).__name__}", "pass a causal language model of Hugging Face's")
+    config = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ArgumentError("model", "has an encoder", "pass a model with a decoder alone")
+    return config
+
+
+def _masks(model: nn.Module) -> Callable[[Tensor, int], Any]:
+    """What a token may see: everything before it, or so much of it. A tensor, or one for each kind of layer where there are two."""
+    config = _config(model)
+    kind = getattr(config, "_attn_implementation", "sdpa") or "sdpa"
+    if kind not in ("sdpa", "eager"):
+        raise ArgumentError(
+            "model", f"computes attention by {kind!r}", "load it with attn_implementation='sdpa' (or 'eager')"
+        )
+    window = getattr(config, "sliding_window", None)
+    named = getattr(config, "layer_types", None)
+    kinds = set(named or [SLIDING if window else FULL])
+    if not kinds <= {SLIDING, FULL}:
+        raise ArgumentError("model", f"has layers of {', '.join(sorted(kinds))}", "pass a model with attention alone")
+
+    def mask(places: Tensor, context: int, window: int | None) -> Tensor:
+        at, here = torch.arange(context, device=places.device), places[:, None, None, None]
+        seen = at <= here if window is None else (at <= here) & (at > here - window)
+        if kind == "sdpa":
+            return seen
+        dtype = next(model.parameters()).dtype
+        return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
+
+    def masks(places: Tensor, context: int) -> Any:
+        made = {each: mask(places, context, window if each == SLIDING else None) for each in sorted(kinds)}
+        return made if len(made) > 1 else next(iter(made.values()))
+
+    return masks
+
+
+def _cache(slots: Slots) -> Any:
+    """The slots as a cache of Hugging Face's."""
+    from transformers.cache_utils import Cache, CacheLayerMixin
+
+    class Layer(CacheLayerMixin):
+        is_compileable, is_sliding = True, False
+        places: Tensor  # (batch, 1): where the rows of this call go
+
+        def __init__(self, keys: Tensor, values: Tensor) -> None:
+            super().__init__()
+            self.keys, self.values, self.is_initialized = keys, values, True
+
+        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+            pass  # all there from the beginning
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            samples = torch.arange(self.keys.shape[0], device=self.keys.device)[:, None]
+            for room, rows in ((self.keys, key_states), (self.values, value_states)):
+                torch.ops.aten.index_put_(room, [samples, None, self.places], rows.transpose(1, 2))
+            return self.keys, self.values
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            return self.keys.shape[2], 0
+
+        def get_seq_length(self) -> int:
+            return 0  # positions are given, for each sequence its own
+
+        def get_max_length(self) -> int:
+            return self.keys.shape[2]
+
+    return Cache(layers=[Layer(*each) for each in zip(slots.keys, slots.values, strict=True)])
