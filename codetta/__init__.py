@@ -10,10 +10,12 @@ from codetta.dsl import (
 from codetta.errors import ArgumentError, CodettaError, LoweringError, Reason, TraceError
 from codetta.explain import Report, explain
 from codetta.fused import fused_gemm_epilogue
+from codetta.generate import Generated, Generator, Piece
 from codetta.integrations.dynamo import compile
 from codetta.loss import linear_cross_entropy
 from codetta.options import Options
 from codetta.program import Program
+from codetta.sampling import Sampling
 from codetta.stat import Stat
 from codetta.verify import Verdict, verify
 

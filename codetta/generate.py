@@ -98,9 +98,8 @@ class Generator:
 
     def _prompts(self, prompt: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
         several = isinstance(prompt, Tensor) and prompt.dim() == 2
-        several |= (
-            isinstance(prompt, Sequence) and not isinstance(prompt, str) and not all(_is_number(x) for x in prompt)
-        )
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+            several = any(isinstance(each, str | Sequence | Tensor) for each in prompt)
         given: list[Any] = list(prompt) if several else [prompt]
         found = [self._numbers(each) for each in given]
         if not found:
@@ -157,13 +156,27 @@ class Generator:
         logits = []
         for slot, prompt in enumerate(prompts):
             found, keys, values = self._prompt(torch.tensor([prompt], device=device))
-            if len(prompts) not in self._slots:
-                slots = self.causal.slots(len(prompts), self.context, keys, values)
-                self._slots[len(prompts)] = slots, compile(self.causal.step(slots), options=self.options, dynamic=False)
-            slots, step = self._slots[len(prompts)]
+            slots, step = self._room(len(prompts), keys, values)
             slots.put(slot, keys, values)
             logits.append(found)
         return slots, step, torch.cat(logits)
+
+    def _room(self, batch: int, keys: list[Tensor], values: list[Tensor]) -> tuple[Slots, Any]:
+        """Slots for so many sequences, and a function for a step of them; those of the last call, if they fit."""
+        if batch not in self._slots:
+            self._slots.clear()
+            try:
+                slots = self.causal.slots(batch, self.context, keys, values)
+            except torch.OutOfMemoryError:
+                need = (
+                    sum(each[0, :, 0].numel() * each.element_size() for each in [*keys, *values]) * batch * self.context
+                )
+                raise ArgumentError(
+                    "context", f"{self.context} tokens for {batch} sequences need {need / 2**30:.1f} GiB of cache, which are not there",
+                    "lower context, or pass fewer prompts at once",
+                ) from None  # fmt: skip
+            self._slots[batch] = slots, compile(self.causal.step(slots), options=self.options, dynamic=False)
+        return self._slots[batch]
 
     def _run(self, prompts: list[list[int]], tokens: int, stops: list[str], sampling: Sampling) -> Iterator[Piece]:
         slots, step, logits = self._begin(prompts)
@@ -171,10 +184,12 @@ class Generator:
         texts = [Text(self.tokenizer, stops) for _ in prompts]
         going = set(range(count))
         rows = torch.arange(count, device=device)
+        # Equal prompts get answers of their own, others the one that they would get alone.
+        again = torch.tensor([prompts[:at].count(prompt) for at, prompt in enumerate(prompts)], device=device)
         seen = self._seen(prompts, logits) if sampling.repetition_penalty != 1 else None
         for number in range(tokens):
             with torch.no_grad():
-                chosen = choose(logits, sampling, torch.full((), number, device=device), torch.zeros_like(rows), seen)
+                chosen = choose(logits, sampling, torch.full((), number, device=device), again, seen)
                 if seen is not None:
                     seen[rows, chosen] = True
             for at, token in enumerate(chosen.tolist()):

@@ -191,10 +191,6 @@ class _Partition:
             self._make_again(self._all_before(results))
         for each in results:
             self._emit(each)
-        # What is written over may be read by all others.
-        for each in effects:
-            for arg in each.all_input_nodes:
-                self._emit(arg)
         for each in effects:
             self._emit(each)
         # Of several results, each is carried over by itself.
@@ -559,10 +555,28 @@ class _Partition:
             return [self.places[self.values[part].node].group for part in item.all_input_nodes]
         if is_size_of_inputs(item):
             return []
+        if is_effect(item):
+            return [*item.all_input_nodes, *self._readers(item.args[0], item)]
         mask = mask_has_a_name(item)
         if mask is None:
             return list(item.all_input_nodes)
         return [*(each for each in item.all_input_nodes if each is not mask), self._mask(mask)]
+
+    def _readers(self, written: Any, writer: fx.Node) -> list[object]:
+        """Who must have read a tensor, or seen it through a view, before it is written over."""
+        seen = {written}
+        found: list[object] = []
+        for each in self.graph.nodes.nodes:
+            if each is not writer and not is_effect(each) and not seen.isdisjoint(each.all_input_nodes):
+                if is_view(each):
+                    seen.add(each)
+                if each in self.tensors:
+                    found.append(each)
+        for number, launch in self.launches.items():
+            sources = [launch.a, *launch.operands.values()]
+            if any(source.kind == "leaf" and self.graph.leaves[source.name].source in seen for source in sources):
+                found.append(number)
+        return found
 
     def _mask(self, target: fx.Node) -> Mask:
         if target not in self.masks:

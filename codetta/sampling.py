@@ -112,9 +112,9 @@ def _weights(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
     vocabulary = scores.shape[1]
     k = min(sampling.top_k or vocabulary, vocabulary)
     if sampling.top_p < 1:
-        # Upwards and stable, as Hugging Face's on a CPU: of equal tokens at the border, those with higher numbers stay.
-        scores, tokens = scores.sort(dim=-1, stable=True)
-        top, least = scores[:, -1:], scores[:, -k, None]
+        # Stable: of equal tokens at the border the lower ones stay, as with greedy. Hugging Face's sort leaves that open.
+        scores, tokens = scores.sort(dim=-1, descending=True, stable=True)
+        top, least = scores[:, :1], scores[:, k - 1 : k]
     elif k < vocabulary:
         largest = scores.topk(k).values
         top, least = largest[:, :1], largest[:, -1:]
@@ -133,11 +133,14 @@ def _weights(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
 
 
 def _below(weights: Tensor, top_p: float) -> Tensor:
-    """Which of the sorted weights top_p does without: up to there they add up to 1 - top_p at most. The last one always stays."""
-    # Integers have one sum in whichever order a GPU takes them; they leave room for a row of ones.
-    mass = (weights * 2.0 ** (62 - weights.shape[1].bit_length())).to(torch.int64).cumsum(-1).to(weights.dtype)
-    below = mass / mass[:, -1:] <= 1 - top_p
-    below[:, -1] = False
+    """Which of the weights, largest first, top_p does without: from there on they add up to 1 - top_p at most. The first stays."""
+    # Integers have one sum in whichever order a GPU takes them; the scale leaves room for a row of ones.
+    mass = (weights * 2.0 ** (62 - weights.shape[1].bit_length())).to(torch.int64)
+    upto = mass.cumsum(-1)
+    total = upto[:, -1:]
+    rest = total - upto + mass
+    below = rest.to(weights.dtype) / total.to(weights.dtype) <= 1 - top_p
+    below[:, 0] = False
     return below
 
 

@@ -33,6 +33,7 @@ LAYERS: list[tuple[str, list[str]]] = [
     (
         "operators",
         [
+            "codetta.append",
             "codetta.attention",
             "codetta.embedding",
             "codetta.gained",

@@ -1,0 +1,232 @@
+"""Generation: the tokens that Hugging Face's own loop would choose, alone and in a batch; text, stops, errors."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import codetta
+from codetta.text import Text
+
+WINDOW = 32
+COMMON: dict[str, Any] = {
+    "vocab_size": 120, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": WINDOW},
+    "Gemma2": {"sliding_window": WINDOW, "attn_implementation": "eager"},
+    "GPT2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+}
+PROMPTS = [[17, 40, 5, 99, 23], [8, 8, 30, 71, 64, 12, 3, 90, 55], [101, 7]]
+
+
+@cache
+def model(name: str) -> nn.Module:
+    """A small model with random weights, whose logits differ enough for no choice to hang on the last digit."""
+    import transformers
+
+    torch.manual_seed(0)
+    given = MODELS[name]
+    own = {"vocab_size": 120} if name == "GPT2" else COMMON
+    config = getattr(transformers, f"{name}Config")(
+        **own | {k: v for k, v in given.items() if k != "attn_implementation"}
+    )
+    kind = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+    made = getattr(transformers, kind)._from_config(
+        config, attn_implementation=given.get("attn_implementation", "sdpa")
+    )
+    made.generation_config.eos_token_id = None
+    with torch.no_grad():
+        for each in made.parameters():
+            each.mul_(3.0)
+    return made.eval()
+
+
+@cache
+def expected(name: str, prompt: tuple[int, ...], tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model(name).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_is_hugging_faces(name: str) -> None:
+    """256 tokens, over the border of a sliding window; then several prompts at once, each as if it were alone."""
+    generator = codetta.Generator(model(name), context=300)
+    assert generator(PROMPTS[0], tokens=256).tokens == expected(name, tuple(PROMPTS[0]), 256)
+    together = generator(PROMPTS, tokens=40)
+    assert [each.tokens for each in together] == [expected(name, tuple(each), 40) for each in PROMPTS]
+    assert {each.reason for each in together} == {"length"}
+
+
+def test_rows_are_written_where_the_cache_lies() -> None:
+    generator = codetta.Generator(model("Llama"), context=64)
+    generator(PROMPTS[0], tokens=4)
+    slots, step = generator._slots[1]
+    (executor,) = step.backend.executors
+    assert executor.source.count("= c[") and "append" in executor.source
+    assert "copy_" not in executor.source and "index_put" not in executor.source
+    assert int(slots.places[0]) == len(PROMPTS[0]) + 3
+    assert slots.keys[0][0, :, : int(slots.places[0])].abs().amin() > 0
+    assert not slots.keys[0][0, :, int(slots.places[0]) :].any()
+
+
+def test_hugging_faces_own_loop_and_cache() -> None:
+    """generate of a compiled model, with the cache that grows and with the one that does not."""
+    import copy
+
+    plain = model("Llama")
+    compiled = codetta.compile(copy.deepcopy(plain))
+    ids = torch.tensor([PROMPTS[1]])
+    for kind in ("dynamic", "static"):
+        out = compiled.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, cache_implementation=kind, pad_token_id=0
+        )  # fmt: skip
+        assert out[0, len(PROMPTS[1]) :].tolist() == expected("Llama", tuple(PROMPTS[1]), 12), kind
+
+
+def test_seeds() -> None:
+    generator = codetta.Generator(model("Llama"), context=64)
+    sample = lambda prompt, seed: generator(prompt, tokens=12, temperature=1.0, top_p=0.95, seed=seed)  # noqa: E731
+    first = sample(PROMPTS[0], 1).tokens
+    assert first == sample(PROMPTS[0], 1).tokens != sample(PROMPTS[0], 2).tokens
+    together = sample([PROMPTS[0], PROMPTS[1], PROMPTS[0]], 1)
+    assert together[0].tokens == first  # as alone
+    assert together[2].tokens != first  # the same prompt, another answer
+    penalised = generator(PROMPTS[0], tokens=40, repetition_penalty=1e6).tokens
+    assert len({*penalised, *PROMPTS[0]}) == 40 + len(PROMPTS[0])  # nothing twice
+
+
+def test_a_changed_weight_is_seen() -> None:
+    import copy
+
+    changed = copy.deepcopy(model("Llama"))
+    generator = codetta.Generator(changed, context=64)
+    before = generator(PROMPTS[0], tokens=8).tokens
+    with torch.no_grad():
+        changed.lm_head.weight.copy_(changed.lm_head.weight.roll(1, 0))
+        changed.model.layers[0].input_layernorm.weight.mul_(0.5)
+    fresh = codetta.Generator(copy.deepcopy(changed), context=64)
+    assert generator(PROMPTS[0], tokens=8).tokens == fresh(PROMPTS[0], tokens=8).tokens != before
+
+
+def test_an_interrupted_stream_leaves_nothing_behind() -> None:
+    generator = codetta.Generator(model("Llama"), context=64)
+    want = expected("Llama", tuple(PROMPTS[0]), 12)
+    stream = generator.stream(PROMPTS[0], tokens=12)
+    assert [next(stream).token for _ in range(5)] == want[:5]
+    stream.close()
+    assert generator(PROMPTS[0], tokens=12).tokens == want
+
+
+def test_the_end() -> None:
+    """At the model's end token, which is given; at the cache's end."""
+    generator = codetta.Generator(model("Llama"), context=12)
+    want = expected("Llama", tuple(PROMPTS[0]), 12)
+    full = generator(PROMPTS[0], tokens=100)
+    assert (full.tokens, full.reason) == (want[:7], "context")
+    generator._ends = {want[3]}
+    ended = generator(PROMPTS[0], tokens=100)
+    assert (ended.tokens, ended.reason) == (want[: want.index(want[3]) + 1], "end")
+
+
+# ---- text -------------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer of bytes, two for some tokens, so that characters and stop strings lie across tokens."""
+
+    pieces = [bytes([each]) for each in range(110)] + [
+        b"ab",
+        b"c!",
+        b"\xe2\x82",
+        b"\xac",
+        b"\xc3",
+        b"\xa9",
+        b" ",
+        b"END",
+        b"E",
+        b"ND",
+    ]
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return b"".join(self.pieces[each] for each in tokens).decode(errors="replace")
+
+
+def said(tokens: list[int], stops: list[str]) -> tuple[list[str], bool]:
+    text, shown = Text(Letters(), stops), []
+    for number, token in enumerate(tokens):
+        piece, stopped = text.add(token, last=number == len(tokens) - 1)
+        shown.append(piece)
+        if stopped:
+            return shown, True
+    return shown, False
+
+
+def test_characters_across_tokens() -> None:
+    assert said([110, 112, 113, 114, 115], []) == (["ab", "", "€", "", "é"], False)
+    assert said([110, 112], [])[0] == ["ab", "\ufffd"]  # nothing will complete it
+
+
+def test_stop_strings_across_tokens() -> None:
+    assert said([110, 118, 119, 110], ["END"]) == (["ab", "", ""], True)
+    assert said([110, 118, 118, 110], ["END"]) == (["ab", "", "E", "Eab"], False)  # only its beginning
+    assert said([118], ["END"]) == (["E"], False)
+    assert said([110, 111], ["bc"]) == (["a", ""], True)
+    assert said([110, 110, 111], ["bab", "abc"]) == (["", "a"], True)  # the first that is complete
+
+
+def test_text_is_streamed_and_stopped() -> None:
+    tokenizer = Letters()
+    generator = codetta.Generator(model("Llama"), tokenizer, context=64)
+    whole = generator("abc", tokens=20)
+    assert whole.tokens == expected("Llama", tuple(b"abc"), 20)
+    assert whole.text == tokenizer.decode(whole.tokens)
+    assert "".join(piece.text for piece in generator.stream("abc", tokens=20)) == whole.text
+    stop = whole.text[4:7]
+    short = generator("abc", tokens=20, stop=stop)
+    assert (short.text, short.reason) == (whole.text[: whole.text.index(stop)], "stop")
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda g: g([]), "is empty"),
+        (lambda g: g([[1], []]), "is empty"),
+        (lambda g: g(list(range(3, 67))), "has 64 tokens, the cache holds 64"),
+        (lambda g: g([1, 120]), "from 0 to 119"),
+        (lambda g: g([1, 2.5]), "whole numbers"),
+        (lambda g: g("text"), "tokenizer"),
+        (lambda g: g([1], stop="x"), "tokenizer"),
+        (lambda g: g([1], tokens=0), "1 or more"),
+        (lambda g: g([1], temperature=-1.0), "temperature"),
+        (lambda g: g([1], warmth=1.0), "warmth"),
+        (lambda g: g.stream([1], tokens=0), "1 or more"),
+    ],
+)
+def test_what_is_refused(call: Any, message: str) -> None:
+    generator = codetta.Generator(model("Llama"), context=64)
+    with pytest.raises(codetta.ArgumentError, match=message):
+        call(generator)
+
+
+def test_models_that_are_refused() -> None:
+    with pytest.raises(codetta.ArgumentError, match="causal language model"):
+        codetta.Generator(nn.Linear(2, 2))
+    with pytest.raises(codetta.ArgumentError, match="positions for 512"):
+        codetta.Generator(model("Llama"), context=1000)
