@@ -1,10 +1,4 @@
-"""Generator: text from a language model, token by token, for one prompt or several.
-
-    prompts --prompt--> keys and values in slots --step, choose--> tokens --pieces--> text
-
-Each prompt is read by itself, whatever its length; then all sequences take each step together, every one at its own place. What a sequence
-yields does not depend on the others.
-"""
+"""Generator: text from a language model, token by token, for one prompt or several (decode.py makes the tokens)."""
 
 from __future__ import annotations
 
@@ -12,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from codetta.errors import ArgumentError
-from codetta.integrations.dynamo import backend_of, compile
-from codetta.integrations.huggingface import Causal, Slots
+from codetta.decode import Decoder
+from codetta.errors import ArgumentError, CodettaError
 from codetta.options import Options
-from codetta.sampling import Sampling, choose
+from codetta.sampling import Sampling
 from codetta.text import Text
 
 Prompt = str | Sequence[int] | Tensor
@@ -61,17 +53,8 @@ class Generator:
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, *, context: int | None = None, options: Options | None = None
     ) -> None:
-        self.causal, self.tokenizer = Causal(model), tokenizer
-        most = getattr(self.causal.config, "max_position_embeddings", None) or 4096
-        self.context = min(4096, most) if context is None else context
-        if not 1 < self.context <= most:
-            raise ArgumentError(
-                "context", f"is {self.context}, the model has positions for {most}", f"pass 2 to {most} tokens"
-            )
-        known = backend_of(model)
-        self.options = options or (known.options if known is not None else Options())
-        self._prompt = compile(self.causal.prompt, options=self.options)
-        self._slots: dict[int, tuple[Slots, Any]] = {}
+        self.decoder, self.tokenizer = Decoder(model, context, options), tokenizer
+        self._streams = 0  # that have begun
         self._ends = _ends(model)
 
     def __call__(
@@ -107,9 +90,9 @@ class Generator:
         for each in found:
             if not each:
                 raise ArgumentError("prompt", "is empty", "pass at least one token, such as the tokenizer's bos_token")
-            if len(each) >= self.context:
+            if len(each) >= self.decoder.context:
                 raise ArgumentError(
-                    "prompt", f"has {len(each)} tokens, the cache holds {self.context} with the answer",
+                    "prompt", f"has {len(each)} tokens, the cache holds {self.decoder.context} with the answer",
                     "shorten it, or make the Generator with a larger context",
                 )  # fmt: skip
         return found, not several
@@ -120,7 +103,7 @@ class Generator:
                 raise ArgumentError("prompt", "is text", "make the Generator with a tokenizer, or pass token numbers")
             return list(self.tokenizer(prompt)["input_ids"])
         numbers = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
-        vocabulary = self.causal.config.vocab_size
+        vocabulary = self.decoder.causal.config.vocab_size
         for each in numbers:
             if not _is_number(each) or not 0 <= each < vocabulary:
                 raise ArgumentError("prompt", f"has {each!r} in it", f"pass whole numbers from 0 to {vocabulary - 1}")
@@ -149,53 +132,16 @@ class Generator:
         # Everything is checked when it is asked for, not when the first piece is.
         return self._run(prompts, tokens, stops, sampling)
 
-    @torch.no_grad()
-    def _begin(self, prompts: list[list[int]]) -> tuple[Slots, Any, Tensor]:
-        """The prompts' keys and values in their slots, a function for a step, and the logits behind each prompt."""
-        device = next(self.causal.model.parameters()).device
-        logits = []
-        for slot, prompt in enumerate(prompts):
-            found, keys, values = self._prompt(torch.tensor([prompt], device=device))
-            slots, step = self._room(len(prompts), keys, values)
-            slots.put(slot, keys, values)
-            logits.append(found)
-        return slots, step, torch.cat(logits)
-
-    def _room(self, batch: int, keys: list[Tensor], values: list[Tensor]) -> tuple[Slots, Any]:
-        """Slots for so many sequences, and a function for a step of them; those of the last call, if they fit."""
-        if batch not in self._slots:
-            self._slots.clear()
-            try:
-                slots = self.causal.slots(batch, self.context, keys, values)
-            except torch.OutOfMemoryError:
-                need = (
-                    sum(each[0, :, 0].numel() * each.element_size() for each in [*keys, *values]) * batch * self.context
-                )
-                raise ArgumentError(
-                    "context", f"{self.context} tokens for {batch} sequences need {need / 2**30:.1f} GiB of cache, which are not there",
-                    "lower context, or pass fewer prompts at once",
-                ) from None  # fmt: skip
-            self._slots[batch] = slots, compile(self.causal.step(slots), options=self.options, dynamic=False)
-        return self._slots[batch]
-
     def _run(self, prompts: list[list[int]], tokens: int, stops: list[str], sampling: Sampling) -> Iterator[Piece]:
-        slots, step, logits = self._begin(prompts)
-        count, device = len(prompts), logits.device
+        self._streams += 1
+        mine = self._streams
         texts = [Text(self.tokenizer, stops) for _ in prompts]
-        going = set(range(count))
-        rows = torch.arange(count, device=device)
-        # Equal prompts get answers of their own, others the one that they would get alone.
-        again = torch.tensor([prompts[:at].count(prompt) for at, prompt in enumerate(prompts)], device=device)
-        seen = self._seen(prompts, logits) if sampling.repetition_penalty != 1 else None
-        for number in range(tokens):
-            with torch.no_grad():
-                chosen = choose(logits, sampling, torch.full((), number, device=device), again, seen)
-                if seen is not None:
-                    seen[rows, chosen] = True
-            for at, token in enumerate(chosen.tolist()):
-                if at not in going:
-                    continue
-                reason = self._reason(token, number + 1, tokens, len(prompts[at]))
+        going = set(range(len(prompts)))
+        chosen = self.decoder.begin(prompts, sampling).tolist()
+        for number in range(1, tokens + 1):
+            for at in sorted(going):
+                token = chosen[at]
+                reason = self._reason(token, number, tokens, len(prompts[at]))
                 text, stopped = texts[at].add(token, last=reason is not None)
                 reason = "stop" if stopped else reason
                 if reason is not None:
@@ -203,24 +149,18 @@ class Generator:
                 yield Piece(at, token, text, reason)
             if not going:
                 return
-            with torch.no_grad():
-                # Sequences that have ended go on in their slots, unheard, as long as there is room.
-                places = slots.places.clamp(max=slots.context - 1)
-                logits = step(chosen, places)
-                slots.places += 1
+            if mine != self._streams:
+                raise CodettaError(
+                    "another stream of this Generator has begun: make one for each that run side by side"
+                )
+            chosen = self.decoder.turn(sampling).tolist()
 
     def _reason(self, token: int, made: int, wanted: int, prompt: int) -> str | None:
         if token in self._ends:
             return "end"
         if made >= wanted:
             return "length"
-        return "context" if prompt + made >= self.context else None
-
-    def _seen(self, prompts: list[list[int]], logits: Tensor) -> Tensor:
-        seen = torch.zeros_like(logits, dtype=torch.bool)
-        for at, prompt in enumerate(prompts):
-            seen[at, prompt] = True
-        return seen
+        return "context" if prompt + made >= self.decoder.context else None
 
 
 def _is_number(value: object) -> bool:

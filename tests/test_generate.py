@@ -71,8 +71,8 @@ def test_greedy_is_hugging_faces(name: str) -> None:
 def test_rows_are_written_where_the_cache_lies() -> None:
     generator = codetta.Generator(model("Llama"), context=64)
     generator(PROMPTS[0], tokens=4)
-    slots, step = generator._slots[1]
-    (executor,) = step.backend.executors
+    room = generator.decoder.rooms[1]
+    slots, (executor,) = room.slots, room.step.backend.executors
     assert executor.source.count("= c[") and "append" in executor.source
     assert "copy_" not in executor.source and "index_put" not in executor.source
     assert int(slots.places[0]) == len(PROMPTS[0]) + 3
@@ -126,6 +126,15 @@ def test_an_interrupted_stream_leaves_nothing_behind() -> None:
     assert [next(stream).token for _ in range(5)] == want[:5]
     stream.close()
     assert generator(PROMPTS[0], tokens=12).tokens == want
+
+
+def test_two_streams_of_one_generator() -> None:
+    generator = codetta.Generator(model("Llama"), context=64)
+    first = generator.stream(PROMPTS[0], tokens=12)
+    next(first)
+    assert next(generator.stream(PROMPTS[1], tokens=12)).token == expected("Llama", tuple(PROMPTS[1]), 12)[0]
+    with pytest.raises(codetta.CodettaError, match="another stream"):
+        next(first)
 
 
 def test_the_end() -> None:
