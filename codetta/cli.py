@@ -282,6 +282,44 @@ def train(
 
 @bench_app.command()
 @reported
+def decode(
+    model: Annotated[
+        list[str] | None, typer.Option(help="A published shape, such as llama-7b; may be repeated.")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be repeated.")] = None,
+    context: Annotated[list[int] | None, typer.Option(help="Tokens before the next one; may be repeated.")] = None,
+    layers: Annotated[int, typer.Option(help="Give the models so many layers; default: as published.")] = 0,
+    only: Contenders = None,
+    device: Device = "",
+    rounds: Rounds = 3,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """One more token for each sequence: time, and the share of the memory's read stream, against eager and torch.compile."""
+    from codetta.bench.decode import IMPLEMENTATIONS, measure_decode
+
+    where = pick_device(device)
+    names = model or (["llama-7b"] if where.type == "cuda" else ["tiny"])
+    jobs = [(name, size, length) for name in names for size in batch or [1] for length in context or [512]]
+    if any(size < 1 or length < 1 for _, size, length in jobs):
+        raise ArgumentError("batch or context", "is less than 1", "pass positive numbers")
+    console, record = screen(as_json), Record("decode", device_name(where), "codetta " + " ".join(sys.argv[1:]))
+    record.ceilings = ceilings(where)
+    with bar("models", len(jobs)) as advance:
+        for name, size, length in jobs:
+            rows = measure_decode(
+                name, where, size, length, record.ceilings["read_tbs"], known(only, IMPLEMENTATIONS), layers, rounds
+            )
+            record.rows += rows
+            advance(f"{name}, {size} x {length}")
+            if out is not None:
+                record.part(rows).append_to(out)
+    console.print(plain_table(record, ("model", "batch", "context", "impl", "ms", "stream_share", "same"), "a token"))
+    finish(as_json, record.json())
+
+
+@bench_app.command()
+@reported
 def layer(
     tokens: Annotated[int, typer.Option(help="Tokens; default 16384 on a GPU, 512 on a CPU.")] = 0,
     sizes: SizesOption = None,

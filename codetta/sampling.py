@@ -110,7 +110,7 @@ def _weights(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
     """
     scores, tokens = _penalised(logits, sampling, seen), None
     vocabulary = scores.shape[1]
-    k = min(sampling.top_k or vocabulary, vocabulary)
+    k = sampling.top_k or vocabulary
     if sampling.top_p < 1:
         # Stable: of equal tokens at the border the lower ones stay, as with greedy. Hugging Face's sort leaves that open.
         scores, tokens = scores.sort(dim=-1, descending=True, stable=True)

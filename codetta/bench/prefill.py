@@ -33,7 +33,7 @@ def _settings(
 ) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers, "hidden_size": width, "intermediate_size": hidden, "num_attention_heads": heads,
-        "num_key_value_heads": kv, "head_dim": head, "vocab_size": vocabulary, "max_position_embeddings": 16384, **more,
+        "num_key_value_heads": kv, "head_dim": head, "vocab_size": vocabulary, "max_position_embeddings": 32768, **more,
     }  # fmt: skip
 
 
@@ -45,6 +45,7 @@ def _llama(*sizes: int, **more: Any) -> Shape:
 SHAPES: dict[str, Shape] = {
     "llama-3.2-1b": _llama(16, 2048, 8192, 32, 8, 64, 128256, tie_word_embeddings=True),
     "llama-7b": _llama(32, 4096, 11008, 32, 32, 128, 32000),
+    "llama-13b": _llama(40, 5120, 13824, 40, 40, 128, 32000),
     "llama-3-8b": _llama(32, 4096, 14336, 32, 8, 128, 128256),
     "qwen2-1.5b": Shape("Qwen2Config", "Qwen2ForCausalLM", _settings(28, 1536, 8960, 12, 2, 128, 151936)),
     "qwen3-0.6b": Shape("Qwen3Config", "Qwen3ForCausalLM", _settings(28, 1024, 3072, 16, 8, 128, 151936)),

@@ -1,0 +1,76 @@
+"""Generation on a GPU: recorded steps choose what Hugging Face's loop chooses, see changed weights, and read prompts of any length."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import test_generate as small
+import torch
+from torch import nn
+
+import codetta
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+
+def on_gpu(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return copy.deepcopy(small.model(name)).to("cuda", dtype)
+
+
+def expected(model: nn.Module, prompt: list[int], tokens: int) -> list[int]:
+    ids = torch.tensor([prompt], device="cuda")
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", small.MODELS)
+def test_greedy_is_hugging_faces(name: str) -> None:
+    model = on_gpu(name)
+    generator = codetta.Generator(model, context=128)
+    want = [expected(model, each, 60) for each in small.PROMPTS]
+    assert generator(small.PROMPTS[0], tokens=60).tokens == want[0]
+    assert generator.decoder.rooms[1].likeliest.graph is not None
+    assert [each.tokens for each in generator(small.PROMPTS, tokens=60)] == want
+    assert generator(small.PROMPTS[1], tokens=60).tokens == want[1]
+
+
+def test_bf16_is_as_close_as_eager() -> None:
+    """The logits of a step, against float64."""
+    exact = on_gpu("Llama", torch.float64)
+    prompt = torch.tensor([small.PROMPTS[1]], device="cuda")
+    with torch.no_grad():
+        want = exact(prompt).logits[0, -1]
+    model = on_gpu("Llama", torch.bfloat16)
+    decoder = codetta.Generator(model, context=64).decoder
+    with torch.no_grad():
+        eager = model(prompt).logits[0, -1]
+        decoder.begin([small.PROMPTS[1][:-1]], codetta.Sampling())
+        decoder.current.tokens.fill_(small.PROMPTS[1][-1])
+        ours = decoder.current.logits()[0]
+    error, theirs = ((each.double() - want).norm() / want.norm() for each in (ours, eager))
+    assert error <= 2 * theirs + 1e-6
+
+
+def test_samples_and_changed_weights() -> None:
+    model = on_gpu("Llama")
+    generator = codetta.Generator(model, context=64)
+    sample = lambda seed: generator(small.PROMPTS[0], tokens=20, temperature=1.0, top_k=50, seed=seed).tokens  # noqa: E731
+    assert sample(1) == sample(1) != sample(2)
+    before = generator(small.PROMPTS[0], tokens=12).tokens
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.roll(1, 0))
+        model.model.layers[0].input_layernorm.weight.mul_(0.5)
+    assert generator(small.PROMPTS[0], tokens=12).tokens == expected(model, small.PROMPTS[0], 12) != before
+
+
+def test_no_room_says_what_to_lower() -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(**small.COMMON | {"max_position_embeddings": 1 << 30})
+    model = transformers.LlamaForCausalLM(config).to("cuda").eval()
+    generator = codetta.Generator(model, context=1 << 30)
+    with pytest.raises(codetta.ArgumentError, match="lower context"):
+        generator([1, 2, 3], tokens=2)
