@@ -1,4 +1,4 @@
-"""The command line: env, bench, tune, show, demo, cache; explain and verify are in cli_models.py.
+"""The command line: env, bench, tune, show, demo, cache; explain and verify are in cli_models.py, generate is in cli_generate.py.
 
 With --json the last line of stdout is one JSON object, and whatever is meant for people goes to stderr. This file
 formats; what it prints is computed elsewhere.
@@ -23,8 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.syntax import Syntax
 from rich.table import Table
 
+from codetta import cli_generate, dispatch
 from codetta import cli_models as models
-from codetta import dispatch
 from codetta.bench import demo as demo_module
 from codetta.bench.kernels import NAMES
 from codetta.bench.run import (
@@ -49,6 +49,7 @@ app = typer.Typer(help="GEMM-epilogue programs: one matrix product and everythin
 bench_app = typer.Typer(help="Measure, with the baselines in the same run.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 models.add_to(app)
+cli_generate.add_to(app)
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N; default: a GPU where there is one.")]
 Only = Annotated[list[str] | None, typer.Option(help="Only this program; may be repeated.")]

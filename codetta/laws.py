@@ -6,6 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from codetta.capture.appends import rows_are_appended
 from codetta.capture.attention import heads_are_shared, mask_has_a_name, stays_whole
 from codetta.capture.columns import cut_commutes, expand
 from codetta.capture.embedding import embedding_adds_up
@@ -59,6 +60,7 @@ def laws() -> list[Law]:
         _law("attention_stays_whole", stays_whole),
         _law("heads_are_shared", heads_are_shared),
         _law("mask_has_a_name", mask_has_a_name),
+        _law("rows_are_appended", rows_are_appended),
         _law("loss_takes_the_head", loss_takes_the_head),
         _law("embedding_adds_up", embedding_adds_up),
         _law("paddings_join", paddings_join),

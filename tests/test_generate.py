@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import codetta
+from codetta.cli import app
 from codetta.text import Text
 
 WINDOW = 32
@@ -239,3 +244,69 @@ def test_models_that_are_refused() -> None:
         codetta.Generator(nn.Linear(2, 2))
     with pytest.raises(codetta.ArgumentError, match="positions for 512"):
         codetta.Generator(model("Llama"), context=1000)
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(Path(__file__).parent.parent / "examples/generate.py"), run_name="__main__")
+    assert "[7] -> " in capsys.readouterr().out
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def command(*words: str) -> tuple[int, dict[str, Any], str]:
+    result = CliRunner().invoke(app, ["generate", *words, "--json"])
+    last = result.stdout.strip().splitlines()[-1:] or ["{}"]
+    return result.exit_code, json.loads(last[0]) if last[0].startswith("{") else {}, result.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tokenizer of bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("checkpoint")
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:120])}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    model("Llama").save_pretrained(path)
+    return path
+
+
+def test_generate_from_a_folder(folder: Path) -> None:
+    code, facts, said = command(
+        str(folder), "--prompt", "Hello", "--tokens", "12", "--context", "64", "--dtype", "fp32"
+    )
+    assert code == 0
+    assert len(facts["tokens"]) == 12 and facts["reason"] == "length"
+    assert facts["text"] in said and "tokens, " in said and "of the memory's read stream" in said.replace("\n", " ")
+    assert facts["ms"] > 0 and facts["stream_share"] > 0
+    stop = facts["text"][3:5]
+    _, short, _ = command(
+        str(folder), "--prompt", "Hello", "--tokens", "12", "--context", "64", "--dtype", "fp32", "--stop", stop
+    )
+    assert (short["text"], short["reason"]) == (facts["text"][: facts["text"].index(stop)], "stop")
+
+
+def test_generate_a_shape() -> None:
+    words = ("tiny", "--prompt", "1 5 9", "--tokens", "3", "--temperature", "1", "--seed", "4")
+    code, facts, _ = command(*words)
+    assert code == 0 and len(facts["tokens"]) == 3 and "text" not in facts
+    assert command(*words)[1]["tokens"] == facts["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nowhere",), "no folder with a config.json"),
+        (("tiny", "--prompt", "words"), "token numbers"),
+        (("tiny", "--dtype", "int3"), "is unknown"),
+        (("bert-base",), "causal language model"),
+        (("tiny", "--stop", "x"), "tokenizer"),
+    ],
+)
+def test_commands_that_are_refused(words: tuple[str, ...], message: str) -> None:
+    code, _, said = command(*words)
+    assert code == 2 and message in said.replace("\n", " ")

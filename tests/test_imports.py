@@ -48,7 +48,7 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("compiler", ["codetta.compiler"]),
     ("integrations", ["codetta.integrations"]),
     ("package", ["codetta"]),  # its __init__ names what users see; so do explain and bench
-    ("cli", ["codetta.terminal", "codetta.cli_models", "codetta.cli", "codetta.__main__"]),
+    ("cli", ["codetta.terminal", "codetta.cli_models", "codetta.cli_generate", "codetta.cli", "codetta.__main__"]),
 ]
 # The language describes programs and knows no tile, device or tensor of a call, though it comes after some of them.
 FORBIDDEN = {"codetta.dsl": ("codetta.plan", "codetta.backends", "codetta.runtime", "codetta.stat")}

@@ -50,7 +50,7 @@ def measure_decode(
     turns = {each: _turn(each, causal, slots, tokens.clone()) for each in implementations}
     first = {each: turn().tolist() for each, turn in turns.items()}  # compiles, too
     times = _turns(turns, device, rounds)
-    moved = _weights(model) + slots.bytes
+    moved = weight_bytes(model) + slots.bytes
     rows: list[Row] = []
     for each, ms in times.items():
         share = moved / ms / 1e9 / read_tbs
@@ -118,7 +118,7 @@ def _turns(turns: dict[str, Callable[[], Tensor]], device: torch.device, rounds:
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def _weights(model: Any) -> int:
+def weight_bytes(model: Any) -> int:
     """Bytes of parameters that a step reads: all but a table that is only looked up in."""
     table = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is table

@@ -72,5 +72,5 @@ def test_no_room_says_what_to_lower() -> None:
     config = transformers.LlamaConfig(**small.COMMON | {"max_position_embeddings": 1 << 30})
     model = transformers.LlamaForCausalLM(config).to("cuda").eval()
     generator = codetta.Generator(model, context=1 << 30)
-    with pytest.raises(codetta.ArgumentError, match="lower context"):
+    with pytest.raises(codetta.ArgumentError, match="Lower context"):
         generator([1, 2, 3], tokens=2)
