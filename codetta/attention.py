@@ -31,6 +31,12 @@ class Attention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | str | None) -> Tensor:
         matrix, causal = self._mask(query, mask)
+        if query.is_cuda and (not causal or query.shape[-2] == 1):
+            from codetta.backends import triton_attention
+
+            if triton_attention.takes(query, key, value, matrix):
+                scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+                return triton_attention.attend(query, key, value, matrix, scale)
         if self._repeats(query, matrix):
             return self._repeated()(query, *_repeat(query, key, value), mask)
         return F.scaled_dot_product_attention(

@@ -19,7 +19,7 @@ import triton
 from triton.compiler import ASTSource
 
 import codetta
-from codetta.backends import triton_rows
+from codetta.backends import triton_attention, triton_rows
 from codetta.backends.triton import TritonBackend
 from codetta.backends.triton_compile import Report, cross_compile, report
 from codetta.bench.samples import Sizes, sample
@@ -79,14 +79,41 @@ def rows(dtype: str, target: Target) -> Report:
     return report(triton.compile(source, target=target.triton, options={"num_warps": triton_rows.WARPS}), target)
 
 
+def attention(dtype: str, target: Target) -> Report:
+    """The kernel that reads a part of a cache: four queries to a head of keys, a mask of bool."""
+    names = triton_attention.split_kernel.arg_names
+    numbers = {
+        "KIND": 1,
+        "ROWS": 16,
+        "D": 128,
+        "COLUMNS": 128,
+        "E": 128,
+        "WIDE": 128,
+        "STEP": triton_attention.STEP,
+        "LOOK": triton_attention.LOOK,
+    }
+    numbers |= dict.fromkeys(("qd", "kd", "vd", "mc"), 1)
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(("query", "key", "value"), f"*{dtype}")
+    types |= {"mask": "*i1", "parts": "*fp32", "tops": "*fp32", "scale": "fp32"} | dict.fromkeys(numbers, "constexpr")
+    aligned = {
+        (at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if types[name].startswith("*") or (name[0] in "qkv" and types[name] == "i32")
+    }  # fmt: skip
+    source = ASTSource(triton_attention.split_kernel, types, numbers, aligned)
+    options = {"num_warps": triton_attention.WARPS, "num_stages": triton_attention.STAGES}
+    return report(triton.compile(source, target=target.triton, options=options), target)
+
+
+ALONE = {"rows": rows, "attention": attention}  # kernels that are no programs
+
+
 def compile_default(job: str) -> dict[str, Any]:
     """The first candidate's report, or the error."""
     name, target_name, dtype = job.split(":")
     start = time.perf_counter()
     try:
         target = TARGETS[target_name]
-        if name == "rows":
-            return {"job": job, "tile": None, **dataclasses.asdict(rows(dtype, target)), "assembly": None}
+        if name in ALONE:
+            return {"job": job, "tile": None, **dataclasses.asdict(ALONE[name](dtype, target)), "assembly": None}
         program, binding = bound(name, DTYPES[dtype])
         tiles, refused = TritonBackend().candidates(program, binding, target)
         if not tiles:

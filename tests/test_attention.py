@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import codetta
 from codetta.attention import Attention
+from codetta.backends import triton_attention
 from codetta.capture.kinds import packet_of
 from codetta.integrations.dynamo import backend_of
 from codetta.partition import Run
@@ -173,3 +174,101 @@ def test_norms_before_attention(how: str) -> None:
     (training,) = backend.trainings
     reasons = {str(reason) for reason in training.plan.graph.refusals.values()}
     assert any("its argument, as it is" in each for each in reasons) == (how == "plain")
+
+
+# ---- a few queries over a cache: the kernel of our own, in the interpreter or on a GPU ----------------------------------------
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def cached(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    batch, heads, groups, length, depth, context, width = sizes
+    torch.manual_seed(0)
+    shapes = (batch, heads, length, depth), (batch, groups, context, depth), (batch, groups, context, width)
+    return [torch.randn(shape).to(DEVICE, dtype) for shape in shapes]
+
+
+def seen(kind: str, query: Tensor, key: Tensor) -> Tensor | None:
+    """Masks as caches have them: lengths, windows, paddings on the left, numbers that are added, every head its own."""
+    batch, heads, length, _ = query.shape
+    context = key.shape[2]
+    torch.manual_seed(1)
+    places, ends = torch.arange(context), torch.randint(0, context, (batch, 1))
+    masks: dict[str, Tensor | None] = {
+        "none": None,
+        "lengths": (places <= ends)[:, None, None],
+        "windows": ((places <= ends) & (places > ends - 10))[:, None, None],
+        "paddings": (places >= ends)[:, None, None],
+        "added": torch.where(places <= ends, torch.randn(batch, context), -torch.inf)[:, None, None].to(query.dtype),
+        "finite": torch.where(places <= ends, 0.0, torch.finfo(query.dtype).min)[:, None, None].to(query.dtype),
+        "heads": (torch.rand(batch, heads, length, context) > 0.5) | (places == ends)[:, None, None],
+        "queries": (places <= ends[:, :, None] - torch.arange(length)[:, None]).unsqueeze(1) | (places == 0),
+    }
+    mask = masks[kind]
+    return None if mask is None else mask.to(DEVICE)
+
+
+def exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    times = query.shape[1] // key.shape[1]
+    wide = [query.double(), *(each.double().repeat_interleave(times, 1) for each in (key, value))]
+    added = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    return F.scaled_dot_product_attention(*wide, added)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["none", "lengths", "windows", "paddings", "added", "finite", "heads", "queries"])
+@pytest.mark.parametrize(
+    "sizes", [(1, 4, 2, 1, 16, 100, 16), (2, 8, 2, 1, 64, 131, 64), (3, 4, 4, 2, 96, 65, 96), (1, 6, 1, 3, 40, 1, 24)]
+)
+def test_a_few_queries(sizes: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
+    query, key, value = cached(sizes, dtype)
+    mask = seen(kind, query, key)
+    assert triton_attention.takes(query, key, value, mask)
+    found = triton_attention.attend(query, key, value, mask, query.shape[-1] ** -0.5)
+    truth = exactly(query, key, value, mask)
+    limit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+    assert (found.double() - truth).norm() <= limit * truth.norm()
+    assert found.equal(triton_attention.attend(query, key, value, mask, query.shape[-1] ** -0.5))
+
+
+def test_who_sees_nothing_gets_zeros() -> None:
+    query, key, value = cached((2, 4, 2, 1, 16, 70, 16), torch.float32)
+    mask = torch.zeros(2, 1, 1, 70, dtype=torch.bool, device=DEVICE)
+    mask[1, ..., 3] = True
+    found = triton_attention.attend(query, key, value, mask, 0.25)
+    assert not found[0].any()
+    torch.testing.assert_close(found[1], value[1, :, 3:4].repeat_interleave(2, 0))
+
+
+def test_what_nobody_sees_is_not_read() -> None:
+    """A cache holds whatever was there before."""
+    query, key, value = cached((2, 4, 2, 1, 16, 200, 16), torch.float32)
+    mask = seen("windows", query, key)
+    assert mask is not None
+    want = triton_attention.attend(query, key, value, mask, 0.25)
+    hidden = ~mask.any(2).any(1)
+    for each in (key, value):
+        each.transpose(1, 2)[hidden] = torch.inf
+    key.transpose(1, 2)[hidden] = torch.nan
+    first = hidden.long().argmin(1)  # positions before the first and behind the last that is seen
+    last = hidden.shape[1] - hidden.long().flip(1).argmin(1)
+    assert all(bool(hidden[at, : first[at]].all()) and bool(hidden[at, last[at] :].all()) for at in range(2))
+    found = triton_attention.attend(query, key, value, mask, 0.25)
+    torch.testing.assert_close(found, want)
+
+
+def test_a_cache_that_lies_otherwise() -> None:
+    """Rows before heads in memory, and a part of a longer cache."""
+    query, key, value = cached((2, 4, 2, 1, 16, 90, 16), torch.float32)
+    turned = [each.transpose(1, 2).contiguous().transpose(1, 2)[:, :, 5:75] for each in (key, value)]
+    found = triton_attention.attend(query, *turned, None, 0.25)
+    torch.testing.assert_close(found.double(), exactly(query, *turned, None))
+
+
+def test_what_the_kernel_leaves_to_others() -> None:
+    query, key, value = cached((1, 4, 2, 1, 16, 8, 16), torch.float32)
+    assert not triton_attention.takes(query.double(), key.double(), value.double(), None)
+    assert not triton_attention.takes(query.expand(-1, -1, 17, -1), key, value, None)  # more queries than a few
+    assert not triton_attention.takes(query[:, :3], key, value, None)
+    assert not triton_attention.takes(query[:0], key[:0], value[:0], None)
+    assert not triton_attention.takes(query, key[:, :, :0], value[:, :, :0], None)

@@ -1,0 +1,201 @@
+"""Attention of a few queries over a long cache: split over the context, joined in a fixed order.
+
+One block takes the queries that share a head of keys, and a part of the context. Which part of the cache there is anything to see in, it reads
+off the mask: lengths, windows and paddings are all masks, and what nobody sees is not read. How the context is split depends on sizes
+and on that part alone, so the same inputs give the same bits.
+"""
+
+# Triton reads annotations of device functions itself, so this file must not postpone their evaluation.
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from codetta.backends.triton_lib import INTERPRETED
+from codetta.plan.target import unit_count
+
+FEW = 16  # queries of a head, beyond which others are faster
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+QUERIES = 64  # rows of a block at most: queries that share a head of keys
+STEP = 32  # positions at a time
+LOOK = 2048  # positions of a mask that are looked at at once
+BLOCKS = 2  # for each unit of the device, that the context is split for
+WARPS, STAGES = 4, 2
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether the kernel can do it: a few queries, of types and sizes that it has."""
+    if query.dim() != 4 or query.dtype not in DTYPES or not (query.dtype == key.dtype == value.dtype):
+        return False
+    if not query.numel() or not key.numel() or query.shape[1] % key.shape[1]:
+        return False
+    shared = query.shape[1] // key.shape[1] * query.shape[2]
+    return (
+        query.shape[2] <= FEW
+        and shared <= QUERIES
+        and max(query.shape[3], value.shape[3]) <= 256
+        and (mask is None or mask.dim() == 4)
+    )
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """softmax(scale·query keyᵀ + mask) value. query (B, H, t, D), key (B, G, T, D), value (B, G, T, E), H a multiple of G; mask (B, H, t, T),
+    1 where it is the same for all: bool, or numbers that are added. A query that sees nothing gets zeros."""
+    batch, heads, length, depth = query.shape
+    groups, context, width = key.shape[1], key.shape[2], value.shape[3]
+    shared = heads // groups
+    rows = shared * length
+    splits = _splits(batch * groups, context, query.device)
+    out = query.new_empty(batch, length, heads, width).transpose(1, 2)  # as kernels return it
+    parts = torch.empty((batch * groups, splits, rows, width), dtype=torch.float32, device=query.device)
+    tops = torch.empty((2, batch * groups, splits, rows), dtype=torch.float32, device=query.device)
+    seen = mask if mask is None else mask.expand(batch, heads, length, context)
+    seen_strides = (0, 0, 0, 0) if seen is None else seen.stride()
+    padded = max(16, triton.next_power_of_2(rows))
+    columns, wide = (max(16, triton.next_power_of_2(size)) for size in (depth, width))
+    split_kernel[batch * groups, splits](
+        query, key, value, seen, parts, tops, *query.stride(), *key.stride(), *value.stride(), *seen_strides,
+        scale * math.log2(math.e), groups, shared, length, context, splits,
+        KIND=0 if seen is None else 1 if seen.dtype == torch.bool else 2, ROWS=padded, D=depth, COLUMNS=columns, E=width, WIDE=wide,
+        STEP=STEP, LOOK=min(LOOK, triton.next_power_of_2(max(context, 16))), num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    join_kernel[batch * groups, rows](
+        parts, tops, out, *out.stride(), groups, shared, length, splits, SPLITS=triton.next_power_of_2(splits), E=width, WIDE=wide,
+        num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+def _splits(pairs: int, context: int, device: torch.device) -> int:
+    """Into how many parts the context is split, so that every unit of the device has something to read."""
+    wanted = -(-BLOCKS * unit_count(device) // pairs) if device.type == "cuda" else 3
+    return max(1, min(wanted, -(-context // STEP)))
+
+
+@triton.jit
+def split_kernel(
+    query, key, value, mask, parts, tops, qb, qh, qt, qd, kb, kh, kt, kd, vb, vh, vt, vd, mb, mh, mt, mc, scale, groups, shared, length,
+    context, splits, KIND: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
+    STEP: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    """One part of the context: the sum of exponentials, the largest score, and values weighted by them."""
+    pair, split = tl.program_id(0), tl.program_id(1)
+    sample, group = (pair // groups).to(tl.int64), (pair % groups).to(tl.int64)
+    rows = shared * length
+    row = tl.arange(0, ROWS)
+    head, time = group * shared + row // length, row % length
+    row_ok = row < rows
+    column, wide = tl.arange(0, COLUMNS), tl.arange(0, WIDE)
+    first, last = 0, context
+    if KIND != 0:
+        mask += sample * mb
+        # Where heads see the same, one stands for all.
+        looks = length if mh == 0 else rows
+        first, last = extent(mask + group * shared * mh, looks, length, mh, mt, mc, context, KIND, LOOK)
+        mask_row = mask + head * mh + time * mt
+    # Whole steps, counted from the first position that is seen.
+    count = tl.cdiv(tl.cdiv(last - first, STEP), splits) * STEP
+    begin = first + split * count
+    end = tl.minimum(begin + count, last)
+    q = tl.load(
+        query + sample * qb + (head * qh + time * qt)[:, None] + column[None, :] * qd,
+        mask=row_ok[:, None] & (column[None, :] < D), other=0.0,
+    )  # fmt: skip
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, WIDE), tl.float32)
+    for at in range(begin, end, STEP):
+        place = at + tl.arange(0, STEP)
+        here = place < end
+        far = place.to(tl.int64)
+        k = tl.load(
+            key + sample * kb + group * kh + far[None, :] * kt + column[:, None] * kd,
+            mask=here[None, :] & (column[:, None] < D), other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            value + sample * vb + group * vh + far[:, None] * vt + wide[None, :] * vd,
+            mask=here[:, None] & (wide[None, :] < E), other=0.0,
+        )  # fmt: skip
+        scores = dot(q, k) * scale
+        ok = here[None, :] & row_ok[:, None]
+        if KIND == 1:
+            ok = ok & (tl.load(mask_row[:, None] + far[None, :] * mc, mask=ok, other=0) != 0)
+        if KIND == 2:
+            added = tl.load(mask_row[:, None] + far[None, :] * mc, mask=ok, other=0.0).to(tl.float32)
+            # What stands for "not at all" as a finite number stays one: whoever sees nothing else sees all alike.
+            scores += tl.where(added == float("-inf"), added, tl.maximum(added * 1.4426950408889634, -3e38))
+        scores = tl.where(ok, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        # Where nothing was seen yet, there is nothing to take away.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(top - base)
+        total = total * keep + tl.sum(weight, 1)
+        acc = acc * keep[:, None] + dot(weight.to(v.dtype), v)
+        top = higher
+    place = pair.to(tl.int64) * splits + split
+    tl.store(parts + (place * rows + row)[:, None] * E + wide[None, :], acc, mask=row_ok[:, None] & (wide[None, :] < E))
+    tl.store(tops + place * rows + row, top, mask=row_ok)
+    pairs = tl.num_programs(0).to(tl.int64)
+    tl.store(tops + (pairs * splits + place) * rows + row, total, mask=row_ok)
+
+
+@triton.jit
+def extent(mask, rows, length, mh, mt, mc, context, KIND: tl.constexpr, LOOK: tl.constexpr):
+    """From the first to behind the last position that some row sees."""
+    first = context
+    last = 0
+    for row in range(0, rows):
+        for at in range(0, context, LOOK):
+            place = at + tl.arange(0, LOOK)
+            there = place < context
+            seen = tl.load(mask + row // length * mh + row % length * mt + place.to(tl.int64) * mc, mask=there, other=0)
+            ok = there & ((seen != 0) if KIND == 1 else (seen != float("-inf")))
+            first = tl.minimum(first, tl.min(tl.where(ok, place, context), 0))
+            last = tl.maximum(last, tl.max(tl.where(ok, place + 1, 0), 0))
+    return first, tl.maximum(first, last)
+
+
+@triton.jit
+def dot(x, y):
+    """In full precision where it is float32. The interpreter's products of bf16 are wrong."""
+    if INTERPRETED or x.dtype == tl.float32:
+        return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
+    return tl.dot(x, y)
+
+
+@triton.jit
+def join_kernel(
+    parts,
+    tops,
+    out,
+    ob,
+    oh,
+    ot,
+    oe,
+    groups,
+    shared,
+    length,
+    splits,
+    SPLITS: tl.constexpr,
+    E: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The parts of one row, all at once: their order is that of the context."""
+    pair, row = tl.program_id(0), tl.program_id(1)
+    sample, group = (pair // groups).to(tl.int64), (pair % groups).to(tl.int64)
+    rows = shared * length
+    part, wide = tl.arange(0, SPLITS), tl.arange(0, WIDE)
+    place = (pair.to(tl.int64) * splits + part) * rows + row
+    there = part < splits
+    top = tl.load(tops + place, mask=there, other=float("-inf"))
+    total = tl.load(tops + tl.num_programs(0).to(tl.int64) * splits * rows + place, mask=there, other=0.0)
+    highest = tl.max(top, 0)
+    weight = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest))
+    value = tl.load(parts + place[:, None] * E + wide[None, :], mask=there[:, None] & (wide[None, :] < E), other=0.0)
+    number = tl.sum(weight * total, 0)
+    mixed = tl.sum(weight[:, None] * value, 0) / tl.where(number == 0, 1.0, number)
+    head, time = group * shared + row // length, row % length
+    tl.store(out + sample * ob + head * oh + time * ot + wide * oe, mixed.to(out.dtype.element_ty), mask=wide < E)
