@@ -21,7 +21,7 @@ import torch
 from codetta.errors import TraceError
 from codetta.ir.graph import Frame, Node, Space, node, topological
 from codetta.ir.show import equations
-from codetta.rewrite.columns import part_sinks_to_leaves, spans_strips, strip, wide_frames
+from codetta.rewrite.columns import WIDEST_BLOCK, part_sinks_to_leaves, spans_strips, strip, wide_frames
 
 LAYOUTS = ("rows", "bthd", "bhtd", "bhdt")  # b sample, t row within it, h head, d column within the head
 
@@ -155,6 +155,22 @@ class Program:
     def key(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()[:24]
 
+    @cached_property
+    def narrow(self) -> Program:
+        """The same program with every part of its columns on a strip of its own, so that a tile of a few columns holds what belongs together.
+        The program itself, where columns are taken apart in several ways, or reduced in groups."""
+        whole = all(len(store.pieces) == 1 for store in self.stores) and all(len(s.values) == 1 for s in self.sinks)
+        if not whole or not self.products:
+            return self
+        sinks = {sink.name: node(sink.op, sink.values[0]) for sink in self.sinks}
+        try:
+            return assemble(
+                self.name, k=self.k, a_dtype=self.a_dtype, products=self.products, operands=self.operands, stores=self.stores, sinks=sinks,
+                outputs=self.outputs, a_layout=self.a_layout, batched=self.batched, tf32=self.tf32, widest=1,
+            )  # fmt: skip
+        except TraceError:
+            return self
+
     def operand(self, name: str) -> Operand:
         return next(each for each in self.operands if each.name == name)
 
@@ -191,23 +207,25 @@ def assemble(
     a_layout: str = "mk",
     batched: bool = False,
     tf32: bool = False,
+    widest: int = WIDEST_BLOCK,
 ) -> Program:
     """A checked program from traced values: wide parts become strips, unused operands go.
 
-    Each store comes with one piece that holds its whole value; `sinks` maps names to reduction nodes.
+    Each store comes with one piece that holds its whole value; `sinks` maps names to reduction nodes. widest: the run of columns that a
+    tile can hold whole.
     """
     products = tuple(products)
     stores = list(stores)
     roots = [store.pieces[0].value for store in stores] + [sink.args[0] for sink in sinks.values()]
-    wide_of = _wide_by_root(roots) if products else dict.fromkeys(map(id, roots))
+    wide_of = _wide_by_root(roots, widest) if products else dict.fromkeys(map(id, roots))
     placed_stores = []
     for store in stores:
         value = store.pieces[0].value
         wide = wide_of[id(value)]
-        if wide and spans_strips(value, wide):
-            pieces = tuple(Piece(strip(value, frame), frame) for frame in _frames(value, wide))
+        if wide and spans_strips(value, wide, widest):
+            pieces = tuple(Piece(strip(value, frame, widest), frame) for frame in _frames(value, wide))
         else:
-            pieces = (Piece(part_sinks_to_leaves(value)),)
+            pieces = (Piece(part_sinks_to_leaves(value, widest)),)
         placed_stores.append(_replace_pieces(store, pieces))
     placed_sinks = []
     for sink_name, sink in sinks.items():
@@ -215,11 +233,11 @@ def assemble(
         cols = value.space.cols
         frames: tuple[Frame | None, ...] = (None,)
         wide = wide_of[id(value)]
-        if wide and spans_strips(value, wide):
+        if wide and spans_strips(value, wide, widest):
             frames = tuple(_frames(value, wide))
-            values = tuple(strip(value, frame) for frame in _frames(value, wide))
+            values = tuple(strip(value, frame, widest) for frame in _frames(value, wide))
         else:
-            values = (part_sinks_to_leaves(value),)
+            values = (part_sinks_to_leaves(value, widest),)
         placed_sinks.append(Sink(sink_name, sink.op, values, cols, frames))
     used = {
         leaf.attr("name")
@@ -249,7 +267,7 @@ def assemble(
     return program
 
 
-def _wide_by_root(roots: list[Node]) -> dict[int, tuple[int, int, int] | None]:
+def _wide_by_root(roots: list[Node], widest: int) -> dict[int, tuple[int, int, int] | None]:
     """How columns are taken apart for each root: one way for all roots that share products, directly or through others."""
     groups: list[tuple[set[int], list[Node]]] = []
     for root in roots:
@@ -259,7 +277,7 @@ def _wide_by_root(roots: list[Node]) -> dict[int, tuple[int, int, int] | None]:
             groups.remove(group)
             products, members = products | group[0], group[1] + members
         groups.append((products, members))
-    return {id(root): wide_frames(members) for _, members in groups for root in members}
+    return {id(root): wide_frames(members, widest) for _, members in groups for root in members}
 
 
 def _frames(value: Node, wide: tuple[int, int, int]) -> list[Frame]:

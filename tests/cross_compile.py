@@ -42,6 +42,8 @@ def bound(name: str, dtype: torch.dtype) -> tuple[Program, Binding]:
         return two_widths.bind(torch.randn(64, 64).to(dtype), tuple(torch.randn(n, 64).to(dtype) for n in (24, 96)))
     if name == "stage":
         return stage(dtype)
+    if name.startswith("few_"):
+        return sample(name.removeprefix("few_"), Sizes(rows=3, samples=1), dtype=dtype).bind()
     return sample(name, Sizes(), dtype=dtype).bind()
 
 

@@ -19,7 +19,7 @@ from generate import cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from codetta.backends.triton import TritonBackend, aligned, interpreting, load
+from codetta.backends.triton import TritonBackend, aligned, form, interpreting, load
 from codetta.bench.samples import Sizes, library_names, sample
 from codetta.errors import Reason
 from codetta.plan.tile import Tile, why_not
@@ -44,7 +44,7 @@ class Forced:
         self.name = f"triton {tile}"
 
     def why_not(self, program: Program, binding: Binding) -> list[Reason]:
-        return why_not(program, self.tile)
+        return why_not(form(program, self.tile), self.tile)
 
     def run(self, program: Program, binding: Binding) -> dict[str, torch.Tensor | Stat]:
         return self.backend.launch(program, binding, self.tile)
@@ -57,6 +57,8 @@ TILES = {
     "pointer": Tile(32, 32, 32, 2, 4, 8, 1, "pointer"),
     "pointer, 2 chunks": Tile(16, 64, 32, 2, 4, 2, 2, "pointer"),
     "pointer, 4 chunks": Tile(32, 128, 16, 2, 4, 8, 4, "pointer"),
+    "stream": Tile(4, 8, 16, 1, 4, 8, 1, "stream"),
+    "stream, 1 row": Tile(1, 2, 32, 1, 4, 8, 1, "stream"),
     "descriptor": Tile(32, 32, 32, 2, 4, 8, 1, "descriptor"),
     "descriptor, 2 chunks": Tile(16, 128, 32, 2, 4, 2, 2, "descriptor"),
     "descriptor, 4 chunks": Tile(32, 256, 16, 2, 4, 8, 4, "descriptor"),
@@ -67,7 +69,7 @@ def check(case: Case, tile: Tile | None = None, bits: bool = False) -> None:
     """On the tile, or on the default one where the tile is illegal."""
     program, binding = case.bind()
     backend: Any = TritonBackend()
-    if tile is not None and not why_not(program, tile):
+    if tile is not None and not why_not(form(program, tile), tile):
         backend = Forced(tile)
     oracle.check(program, binding, backend)
     if bits:
@@ -259,6 +261,37 @@ def test_library(name: str, dtype: torch.dtype) -> None:
     oracle.check(program, binding, TritonBackend())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", library_names())
+def test_library_of_a_few_rows(name: str, rows: int, dtype: torch.dtype) -> None:
+    """Weights are streamed, wherever they lie row by row and heads fit."""
+    sizes = Sizes(rows, width=64, hidden=128, vocabulary=200, head=16, samples=1)
+    call = sample(name, sizes, torch.device("cpu"), dtype)
+    if name == "quantize_store":
+        call.operands["group"] = 16
+    program, binding = call.bind()
+    oracle.check(program, binding, TritonBackend())
+    oracle.check_bits(program, binding, TritonBackend())
+    streamed = TritonBackend().tile(program, binding).loop == "stream"
+    stored_otherwise = program.a_layout == "km" or any(product.layout == "kn" for product in program.products)
+    if not stored_otherwise and not any(each in name for each in ("qk", "quantize")):
+        assert streamed
+
+
+def test_parts_of_narrow_programs_are_strips() -> None:
+    """Halves of heads, which a tile of a few columns does not hold together."""
+    sizes = Sizes(1, width=512, hidden=1024, vocabulary=200, head=128, samples=1)
+    program, _ = sample("norm_rope", sizes, torch.device("meta"), torch.bfloat16).bind()
+    assert [len(segment.strips) for segment in program.segments] == [1, 1, 1]
+    assert [len(segment.strips) for segment in program.narrow.segments] == [2, 2, 1]
+    assert (program.narrow.operands, program.narrow.outputs) == (program.operands, program.outputs)
+    normed, _ = sample("norm_qk_rope", sizes, torch.device("meta"), torch.bfloat16).bind()
+    assert normed.narrow is normed  # a head's statistic spans both halves
+    plain, _ = sample("residual_stats", sizes, torch.device("meta"), torch.bfloat16).bind()
+    assert plain.narrow == plain
+
+
 # ---- compositions ------------------------------------------------------------------------------------------------
 
 random_case = settings(
@@ -278,7 +311,7 @@ def test_random_epilogues_on_other_tiles(case: Case, name: str) -> None:
     program, binding = case.bind()
     tile = TILES[name]
     unreachable = tile.loop == "descriptor" and not aligned(program, binding)
-    if unreachable or TritonBackend().why_not(program, binding) or why_not(program, tile):
+    if unreachable or TritonBackend().why_not(program, binding) or why_not(form(program, tile), tile):
         return
     oracle.check(program, binding, Forced(tile))
 

@@ -24,7 +24,7 @@ from codetta.backends.triton_epilogue import DTYPES, operand_integers, store_int
 from codetta.errors import LoweringError, Reason
 from codetta.plan.choose import bucket, candidates
 from codetta.plan.target import COPY_ALIGNMENT, Target, device_target, unit_count
-from codetta.plan.tile import Tile, alignment_reason
+from codetta.plan.tile import STREAM, Tile, alignment_reason
 from codetta.plan.traffic import CONSUMERS, SPECIALISED
 from codetta.plan.tune import Tuned, TuneKey, find, generation
 from codetta.program import Operand, Program, Store
@@ -178,6 +178,7 @@ class TritonBackend:
     def _bound(
         self, program: Program, binding: Binding, tile: Tile
     ) -> tuple[Any, tuple[int], list[Any], dict[str, int], dict[str, Tensor | Stat]]:
+        program = form(program, tile)
         kernel = build(program, tile, self._widen(program, binding)).kernel
         # Column partials: one per tile of rows, or per consumer's part of one.
         row_tiles = -(-binding.rows_per_batch // tile.rows)
@@ -186,7 +187,7 @@ class TritonBackend:
         for sink in program.sinks:
             results[sink.name] = _stat(program, sink.name, binding, tile, parts)
         tiles = binding.batch * row_tiles * sum(tile.column_tiles(segment) for segment in program.segments)
-        grid = (tiles if tile.loop == "pointer" else min(tiles, unit_count(binding.a.device)),)
+        grid = (tiles if tile.loop in triton_gemm.BY_POINTER else min(tiles, unit_count(binding.a.device)),)
         if tile.loop in SPECIALISED:
             options = {"num_warps": 4, "maxnreg": gluon_gemm.launch_registers(tile)}
         else:
@@ -241,10 +242,15 @@ def why_slow(program: Program, rows: int, target: Target | None, tile: Tile, ref
     return []
 
 
+def form(program: Program, tile: Tile) -> Program:
+    """The program as such a tile takes it."""
+    return program.narrow if tile.loop == STREAM else program
+
+
 def source(program: Program, tile: Tile, widen: bool = False) -> str:
     if tile.loop in SPECIALISED:
         return gluon_gemm.source(program, tile)
-    return triton_gemm.source(program, tile, widen)
+    return triton_gemm.source(form(program, tile), tile, widen)
 
 
 def _why_not_tensors(program: Program, binding: Binding, tile: Tile) -> list[Reason]:
@@ -346,7 +352,7 @@ def _arguments(program: Program, binding: Binding, tile: Tile, results: dict[str
 def _matrices(program: Program, binding: Binding, tile: Tile) -> list[Any]:
     if not program.multiplies:
         return []
-    if tile.loop == "pointer":
+    if tile.loop in triton_gemm.BY_POINTER:
         a_step = binding.a.stride(0 if program.a_layout == "mk" else 1)
         steps = [b.stride(-2 if p.layout == "nk" else -1) for b, p in zip(binding.b, program.products, strict=True)]
         return [binding.a, *binding.b, a_step, *steps]

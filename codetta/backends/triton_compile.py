@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from codetta.backends import gluon_gemm, triton_gemm
-from codetta.backends.triton import load
+from codetta.backends.triton import form, load
 from codetta.backends.triton_epilogue import sink_name, unspecialised
 from codetta.plan.target import Target
 from codetta.plan.tile import Tile
@@ -50,6 +50,7 @@ def cross_compile(program: Program, tile: Tile, target: Target) -> Report:
         source = GluonASTSource(module.kernel, *_signature(program, tile))
         options = {"num_warps": 4, "maxnreg": gluon_gemm.launch_registers(tile)}
     else:
+        program = form(program, tile)
         module = load(triton_gemm.source(program, tile), program.name)
         source = ASTSource(module.kernel, *_signature(program, tile))
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -127,7 +128,7 @@ def _signature(
             types[name] = f"tensordesc<{SHORT[dtype]}{block},{gluon_gemm.shared_layout(block, dtype)!r}>"
     elif not program.multiplies:
         pass
-    elif tile.loop == "pointer":
+    elif tile.loop in triton_gemm.BY_POINTER:
         types |= {"a": f"*{element}"} | {f"b{i}": f"*{element}" for i in range(len(program.products))}
     else:
         a_block = (tile.rows, tile.depth) if program.a_layout == "mk" else (tile.depth, tile.rows)

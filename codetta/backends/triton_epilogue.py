@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from codetta.ir.graph import Frame, Node
-from codetta.plan.tile import Tile
+from codetta.plan.tile import STREAM, Tile
 from codetta.program import Operand, Program, Segment, Sink, Store
 
 DTYPES = {
@@ -312,9 +312,11 @@ class EpilogueWriter:
 
     def _finish(self, node: Node, operand: Operand) -> str:
         place = f"in_{operand.name}_ptr, in_{operand.name}_tiles, M, row, row_ok"
+        # Of a few rows, as many partials at once as a block can hold: tiles are narrow there, and partials many.
+        how = "finish_few" if self.tile.loop == STREAM else "finish"
         if operand.stat == "moments":
-            return f"finish_{node.attr('field')}({place}, in_{operand.name}_width, in_{operand.name}_total)"
-        return f"finish_{operand.stat}({place})"
+            return f"{how}_{node.attr('field')}({place}, in_{operand.name}_width, in_{operand.name}_total)"
+        return f"{how}_{operand.stat}({place})"
 
     def _head_address(self, base: str, prefix: str, row: str, column: str, head: int, within: str | None = None) -> str:
         within = within or f"({row} % rows_per_sample)"

@@ -254,6 +254,71 @@ def finish_var(pointer, tiles, length, at, ok, width, total):
     return m2 / total
 
 
+# Partials at once, of statistics that a few rows finish.
+PARTIALS = tl.constexpr(1024)
+
+
+@triton.jit
+def finish_few_sum(pointer, tiles, length, at, ok):
+    """finish_sum for a few rows and many tiles."""
+    total = tl.zeros(at.shape, tl.float32)
+    for first in range(0, tiles, PARTIALS):
+        tile = first + tl.arange(0, PARTIALS)[None, :]
+        part = tl.load(pointer + tile.to(tl.int64) * length + at, mask=ok & (tile < tiles), other=0.0)
+        total += tl.sum(part, 1)[:, None]
+    return total
+
+
+@triton.jit
+def finish_few_max(pointer, tiles, length, at, ok):
+    top = tl.full(at.shape, float("-inf"), tl.float32)
+    for first in range(0, tiles, PARTIALS):
+        tile = first + tl.arange(0, PARTIALS)[None, :]
+        part = tl.load(pointer + tile.to(tl.int64) * length + at, mask=ok & (tile < tiles), other=float("-inf"))
+        top = max_nan(top, tl.reduce(part, 1, max_nan)[:, None])
+    return tl.where(ok, top, 0.0)
+
+
+@triton.jit
+def finish_few_lse(pointer, tiles, length, at, ok):
+    top = finish_few_max(pointer, tiles, length, at, ok)
+    shift = finite_or_zero(top)
+    total = tl.zeros(at.shape, tl.float32)
+    for first in range(0, tiles, PARTIALS):
+        tile = first + tl.arange(0, PARTIALS)[None, :]
+        place, there = tile.to(tl.int64) * length + at, ok & (tile < tiles)
+        part = tl.load(pointer + place, mask=there, other=0.0)
+        mass = tl.load(pointer + tiles.to(tl.int64) * length + place, mask=there, other=0.0)
+        total += tl.sum(tl.where(there, scaled_by_exp(mass, part - shift), 0.0), 1)[:, None]
+    return tl.where(ok, shift + tl.log(total), 0.0)
+
+
+@triton.jit
+def finish_few_mean(pointer, tiles, length, at, ok, width, total):
+    mean = tl.zeros(at.shape, tl.float32)
+    for first in range(0, tiles, PARTIALS):
+        tile = first + tl.arange(0, PARTIALS)[None, :]
+        count = tl.minimum(width, total - tile * width)
+        part = tl.load(pointer + tile.to(tl.int64) * length + at, mask=ok & (tile < tiles), other=0.0)
+        mean += tl.sum(part * count, 1)[:, None]
+    return mean / total
+
+
+@triton.jit
+def finish_few_var(pointer, tiles, length, at, ok, width, total):
+    mean = finish_few_mean(pointer, tiles, length, at, ok, width, total)
+    m2 = tl.zeros(at.shape, tl.float32)
+    for first in range(0, tiles, PARTIALS):
+        tile = first + tl.arange(0, PARTIALS)[None, :]
+        place, there = tile.to(tl.int64) * length + at, ok & (tile < tiles)
+        apart = tl.load(pointer + place, mask=there, other=0.0) - mean
+        deviation = tl.load(pointer + tiles.to(tl.int64) * length + place, mask=there, other=0.0)
+        m2 += tl.sum(tl.where(there, deviation + apart * apart * tl.minimum(width, total - tile * width), 0.0), 1)[
+            :, None
+        ]
+    return m2 / total
+
+
 @triton.jit
 def merge_lse(top1, sum1, top2, sum2):
     """Partials (max, sum of exp(x - max)) of two runs of columns as one."""

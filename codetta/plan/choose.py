@@ -13,13 +13,16 @@ import torch
 from codetta.errors import Reason
 from codetta.ir.graph import Node
 from codetta.plan.target import Target
-from codetta.plan.tile import Tile, why_not
+from codetta.plan.tile import STREAM, Tile, why_not
 from codetta.plan.traffic import CONSUMERS, SPECIALISED, specialised_tiles, why_not_specialised
 from codetta.program import Program, Segment
 
 # Buckets of M: within one, the same tile serves. Upper ends; above the last is one more bucket.
-BUCKETS = (16, 64, 256, 1024, 4096)
+BUCKETS = (1, 2, 4, 16, 64, 256, 1024, 4096)
 STAGES = ((8, 512), (16, 256), (32, 128), (32, 64), (32, 32))  # rows and columns of a tile without a product
+STREAMED = 4  # rows at most that meet weights element by element
+# Columns of a tile that streams weights, and how deep a step is: 16 KB of them, four warps.
+STREAMS = ((2, 4096), (4, 2048), (8, 1024), (16, 512))
 SMALL_SPILL = 128  # registers that the specialised loop may lack and still be the best guess
 
 
@@ -103,8 +106,8 @@ def _live_values(program: Program, segment: Segment) -> float:
 
 def _excess(program: Program, tile: Tile, target: Target) -> float:
     """By how many registers the epilogue is likely to spill on such a tile."""
-    if tile.loop == "detached":
-        return 0.0  # its accumulator is not in registers while the epilogue runs
+    if tile.loop in ("detached", STREAM):
+        return 0.0  # its accumulator is not in registers while the epilogue runs, or is a few numbers
     # Consumers of the specialised loop have most of the block's registers, and handle a chunk row by row.
     share, warps = (1.25, 4 * CONSUMERS) if tile.loop in SPECIALISED else (target.headroom, tile.warps)
     allowed = share * target.registers_for(warps)
@@ -116,6 +119,16 @@ def _stage_tiles(program: Program, target: Target | None) -> tuple[tuple[Tile, .
     tiles = {tile: why_not(program, tile, target) for tile in (Tile(m, n, 16, 1, 4, 8, 1) for m, n in STAGES)}
     legal = [tile for tile, reasons in tiles.items() if not reasons]
     return tuple(legal), tuple(dict.fromkeys(each for reasons in tiles.values() for each in reasons))
+
+
+def _stream_tiles(program: Program, rows: int, target: Target | None) -> list[Tile]:
+    """For a few rows: as deep as the rows are long, or the next less."""
+    if not 0 < rows <= STREAMED:
+        return []
+    if target is None:  # the interpreter: small, so that several steps and tiles occur
+        return [Tile(rows, 8, 32, 1, 4, 8, 1, STREAM)]
+    deep = [(cols, depth) for cols, depth in STREAMS if depth < 2 * program.k] or [STREAMS[-1]]
+    return [Tile(rows, cols, depth * 2 // program.a_dtype.itemsize, 1, 4, 8, 1, STREAM) for cols, depth in deep]
 
 
 @lru_cache(maxsize=1024)
@@ -133,6 +146,11 @@ def candidates(
             refused += reasons
             if not reasons:
                 legal.append(tile)
+    for tile in _stream_tiles(program, rows, target):
+        reasons = why_not(program.narrow, tile, target)
+        refused += reasons
+        if not reasons:
+            legal.append(tile)
     first = len(legal)
     exact = program.a_dtype == torch.float32 and not program.tf32
     for loop in loops(target, aligned):

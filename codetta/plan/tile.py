@@ -15,6 +15,8 @@ from codetta.ir.graph import Node
 from codetta.plan.target import Target
 from codetta.program import Program, Segment
 
+STREAM = "stream"
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -31,9 +33,7 @@ class Tile:
     warps: int = 4
     group: int = 8
     chunks: int = 1
-    loop: str = (
-        "pointer"  # pointer, descriptor (persistent, copy engine), specialised or detached (warps with jobs, Hopper)
-    )
+    loop: str = "pointer"  # pointer, stream (a few rows), descriptor (persistent, copy engine), specialised or detached (warps with jobs, Hopper)
     load_slots: int = 0  # of the specialised loop: chunks of operand tiles in flight, per consumer
     store_slots: int = 0  # and of output tiles that have no operand's place to take
     stagger: int = 0  # K steps by which its second consumer runs behind the first
@@ -67,15 +67,25 @@ def why_not(program: Program, tile: Tile, target: Target | None = None) -> list[
     for segment in program.segments:
         reasons += _columns_local(program, segment, tile)
         reasons += _rows_local(segment, tile)
-    reasons += _boxes_agree(program, tile)
+    reasons += _streams(program, tile) if tile.loop == STREAM else _boxes_agree(program, tile)
     if target is not None:
         reasons += _fits(program, tile, target)
     return list(dict.fromkeys(reasons))
 
 
+def _streams(program: Program, tile: Tile) -> list[Reason]:
+    """A few rows meet weights that lie row by row, each read once, whole."""
+    reasons = []
+    if program.batched or program.a_layout != "mk" or any(product.layout != "nk" for product in program.products):
+        reasons.append(Reason("stream", "a matrix does not lie in memory as it is read"))
+    if tile.chunks > 1:
+        reasons.append(Reason("stream", "a tile of a few columns is not taken apart"))
+    return reasons
+
+
 def _boxes_agree(program: Program, tile: Tile) -> list[Reason]:
     """The copy engine reads each product's columns in boxes of one width, whichever segment asks."""
-    if tile.loop == "pointer":
+    if tile.loop == "pointer" or not program.multiplies:
         return []
     widths: dict[int, set[int]] = {}
     for segment in program.segments:
@@ -97,7 +107,7 @@ def _power_of_two_above(x: int) -> int:
 def _columns_local(program: Program, segment: Segment, tile: Tile) -> list[Reason]:
     reasons = []
     chunk = tile.chunk(segment)
-    if chunk < 16:
+    if chunk < (1 if tile.loop == STREAM else 16):
         reasons.append(Reason("narrow", f"{chunk} columns of a strip at a time; matrix instructions need 16"))
         return reasons
     for strip in segment.strips:
@@ -190,7 +200,9 @@ def accumulator_registers(tile: Tile, target: Target) -> int:
 
 
 def _fits(program: Program, tile: Tile, target: Target) -> list[Reason]:
-    reasons = []
+    reasons: list[Reason] = []
+    if tile.loop == STREAM:
+        return reasons  # a part of a weight and of a row in registers, and sizes that are known to fit
     need = shared_bytes(program, tile)
     if need > target.shared:
         reasons.append(

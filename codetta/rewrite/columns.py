@@ -18,22 +18,22 @@ from codetta.ir.show import formula
 WIDEST_BLOCK = 256
 
 
-def is_wide(frame: Frame) -> bool:
+def is_wide(frame: Frame, widest: int = WIDEST_BLOCK) -> bool:
     """Whether a part needs strips: its block exceeds any tile, or is not a power of two, as tiles in registers are."""
-    return frame.block > WIDEST_BLOCK or not _is_power_of_two(frame.block) or not _is_power_of_two(frame.count)
+    return frame.block > widest or not _is_power_of_two(frame.block) or not _is_power_of_two(frame.count)
 
 
 def _is_power_of_two(x: int) -> bool:
     return x & (x - 1) == 0
 
 
-def wide_frames(roots: list[Node]) -> tuple[int, int, int] | None:
+def wide_frames(roots: list[Node], widest: int = WIDEST_BLOCK) -> tuple[int, int, int] | None:
     """(count, block, columns of the whole) of the wide parts and joins among the nodes, None if there are none."""
     found = set()
     for each in topological(roots):
-        if each.op == "part" and is_wide(each.attr("frame")):
+        if each.op == "part" and is_wide(each.attr("frame"), widest):
             found.add((each.attr("frame").count, each.attr("frame").block, each.args[0].space.cols))
-        elif _is_wide_join(each):
+        elif _is_wide_join(each, widest):
             found.add((len(each.args), each.attr("block"), each.space.cols))
     if len(found) > 1:
         listed = ", ".join(f"{count} parts of {block} columns" for count, block, _ in sorted(found))
@@ -43,16 +43,16 @@ def wide_frames(roots: list[Node]) -> tuple[int, int, int] | None:
     return next(iter(found), None)
 
 
-def spans_strips(value: Node, wide: tuple[int, int, int]) -> bool:
+def spans_strips(value: Node, wide: tuple[int, int, int], widest: int = WIDEST_BLOCK) -> bool:
     """Whether the value still covers all columns that the wide parts take apart or join."""
     return any(
-        _is_wide_join(each) or (each.op == "acc" and not each.attr("frame") and each.space.cols == wide[2])
-        for each in topological([part_sinks_to_leaves(value)])
+        _is_wide_join(each, widest) or (each.op == "acc" and not each.attr("frame") and each.space.cols == wide[2])
+        for each in topological([part_sinks_to_leaves(value, widest)])
     )
 
 
-def _is_wide_join(value: Node) -> bool:
-    return value.op == "join" and is_wide(Frame(0, len(value.args), value.attr("block")))
+def _is_wide_join(value: Node, widest: int) -> bool:
+    return value.op == "join" and is_wide(Frame(0, len(value.args), value.attr("block")), widest)
 
 
 def join_rises(value: Node, cut_table: Callable[[Node, Frame], Node | None]) -> Node:
@@ -99,7 +99,7 @@ def _reads_table(value: Node) -> bool:
     return OPS[value.op].shape == "elementwise" and any(_reads_table(arg) for arg in value.args)
 
 
-def part_sinks_to_leaves(root: Node) -> Node:
+def part_sinks_to_leaves(root: Node, widest: int = WIDEST_BLOCK) -> Node:
     """part(f(x, y)) -> f(part(x), part(y)); at the leaves the part becomes a frame.
 
     Exact. Applies to wide parts only. Refuses a table that repeats with a period the strip's runs do not hold whole,
@@ -107,16 +107,16 @@ def part_sinks_to_leaves(root: Node) -> Node:
     """
 
     def push(each: Node) -> Node | None:
-        if each.op == "part" and is_wide(each.attr("frame")):
+        if each.op == "part" and is_wide(each.attr("frame"), widest):
             return _on_strip(each.args[0], each.attr("frame"))
         return None
 
     return transform([root], push)[id(root)]
 
 
-def strip(value: Node, frame: Frame) -> Node:
+def strip(value: Node, frame: Frame, widest: int = WIDEST_BLOCK) -> Node:
     """`value` restricted to one strip, the restriction pushed to its leaves."""
-    return _on_strip(part_sinks_to_leaves(value), frame)
+    return _on_strip(part_sinks_to_leaves(value, widest), frame)
 
 
 def _on_strip(value: Node, frame: Frame) -> Node:

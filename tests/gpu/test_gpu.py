@@ -52,6 +52,11 @@ def library_call(name: str, ragged: bool, dtype: torch.dtype) -> Callable[[], Ca
     return lambda: sample(name, sizes, CUDA, dtype).bind()
 
 
+def few_rows(name: str, rows: int) -> Callable[[], Call]:
+    sizes = Sizes(rows, width=512, hidden=768, vocabulary=1000, head=128, samples=1)
+    return lambda: sample(name, sizes, CUDA, torch.bfloat16).bind()
+
+
 def wide(case: Case) -> Case:
     """The case at a shape that every loop takes: bf16, K and the pitch of rows in whole copies."""
     return replace(case, k=128, dtype=torch.bfloat16)
@@ -102,6 +107,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     **{f"{name} ragged": library_call(name, True, torch.bfloat16) for name in library_names()},
     **{f"{name} {dtype}": library_call(name, False, dtype)
        for name in ("residual_stats", "norm_rope", "weight_gradient") for dtype in (torch.float16, torch.float32)},
+    **{f"{name} of {rows}": few_rows(name, rows) for name in library_names() for rows in (1, 3)},
     **primitive_calls(),
 }  # fmt: skip
 
