@@ -31,8 +31,9 @@ from codetta.capture.kinds import (
 from codetta.errors import Reason, TraceError
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
 from codetta.ir.op import OPS, is_sink
-from codetta.ir.view import has_columns_last, hint, in_order, is_matrix
+from codetta.ir.view import factors, has_columns_last, hint, in_order, is_matrix
 from codetta.placement import Group
+from codetta.plan.choose import FEW
 from codetta.program import Operand, Piece, Product, Program, Store, acc_node, assemble, load_node
 
 SMALL = 1 << 20  # elements of a tensor that is kept for all calls of a size
@@ -40,12 +41,13 @@ SMALL = 1 << 20  # elements of a tensor that is kept for all calls of a size
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Where a program's operand comes from: a leaf of the graph, a stored value, a statistic, or parameters alone."""
+    """Where a program's operand comes from: a leaf of the graph, a stored value, a statistic, parameters alone, or the places of rows."""
 
-    kind: str  # leaf, stored, stat, constant
+    kind: str  # leaf, stored, stat, constant, places
     name: str = ""
     value: Node | None = None
     dtype: torch.dtype | None = None
+    tensor: fx.Node | None = None  # the places
 
 
 @dataclass(eq=False)
@@ -62,6 +64,7 @@ class Launch:
     stores: dict[str, tuple[Node, torch.dtype]]
     sinks: dict[str, Node]
     into: dict[str, tuple[Room, int]]  # where a store begins that is a part of something joined
+    appends: dict[str, fx.Node] = field(default_factory=dict)  # stores that are rows of a cache
 
 
 @dataclass(eq=False)
@@ -142,6 +145,10 @@ class _Needs:
 
     stores: dict[tuple[Node, torch.dtype], str] = field(default_factory=dict)
     sinks: dict[Node, str] = field(default_factory=dict)
+    appends: dict[fx.Node, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.stores) + len(self.sinks) + len(self.appends)
 
 
 class PartitionError(Exception):
@@ -185,7 +192,7 @@ class _Partition:
         self.launches = {
             group.number: self._launch(group)
             for group, needs in zip(self.places.groups, self.needs, strict=True)
-            if needs.stores or needs.sinks
+            if len(needs)
         }
         if outputs is not None and again:
             self._make_again(self._all_before(results))
@@ -221,15 +228,14 @@ class _Partition:
         self.tensors: dict[fx.Node, str] = {}  # nodes of the graph that must exist, and who makes them
         self.pending: list[fx.Node] = list(wanted)
         self.open_groups: list[int] = []
-        built: dict[int, tuple[int, int]] = {}
+        built: dict[int, int] = {}
         while self.pending or self.open_groups:
             while self.pending:
                 self._need_tensor(self.pending.pop())
             number = self.open_groups.pop() if self.open_groups else None
             if number is None:
                 continue
-            needs = self.needs[number]
-            size = (len(needs.stores), len(needs.sinks))
+            size = len(self.needs[number])
             if built.get(number) == size:
                 continue
             built[number] = size
@@ -247,6 +253,10 @@ class _Partition:
         if value is not None and self._storable(value, each):
             self.tensors[each] = "stored"
             self._need_stored(value.node, each.meta["val"].dtype)
+            return
+        if self._is_appended(each):
+            self.tensors[each] = "appended"
+            self._need_appended(each)
             return
         self.tensors[each] = "run"
         if is_size_of_inputs(each):
@@ -288,6 +298,26 @@ class _Partition:
                 return False
             stores.add((value.node, part.meta["val"].dtype))
         return len(stores) == len(parts) and not stores & set(self.joined)
+
+    def _is_appended(self, each: fx.Node) -> bool:
+        """Whether rows of a cache are stored by the program that makes them: a few, as heads. Others have faster ways for many."""
+        if packet_of(each) is not torch.ops.codetta.append:
+            return False
+        cache, _, rows = each.args
+        value = self.values.get(rows)  # type: ignore[arg-type]
+        if value is None or not self._storable(value, rows):  # type: ignore[arg-type]
+            return False
+        dims, room = value.dims, cache.meta["val"]  # type: ignore[union-attr]
+        matrix = [*dims[0], *dims[2]] == factors(dims, "row") and [*dims[1], *dims[3]] == factors(dims, "col")
+        few = math.prod(hint(factor.size) for factor in factors(dims, "row")) <= FEW
+        return matrix and few and room.dtype == rows.meta["val"].dtype  # type: ignore[union-attr]
+
+    def _need_appended(self, each: fx.Node) -> None:
+        number = self.places[self.values[each.args[2]].node].group  # type: ignore[index]
+        needs = self.needs[number]
+        needs.appends[each] = f"c{len(needs.appends)}"
+        self.pending += each.args[:2]  # type: ignore[arg-type]
+        self.open_groups.append(number)
 
     def _exists(self, value: Node) -> bool:
         """Whether its program can store it."""
@@ -370,6 +400,10 @@ class _Partition:
 
         for value, _ in self.needs[group.number].stores:
             write(value)
+        for append, name in self.needs[group.number].appends.items():
+            write(self.values[append.args[2]].node)  # type: ignore[index]
+            sources[_places(name)] = Source("places", tensor=append)
+            operands[_places(name)] = Operand(_places(name), torch.int64, "each")
         for sink in self.needs[group.number].sinks:
             written[id(sink)] = node(sink.op, write(sink.args[0]))
         return self._left(group, operands, sources), sources, operands, written
@@ -396,7 +430,8 @@ class _Partition:
     def _products(self, group: Group) -> list[Node]:
         """The group's products that somebody reads; others were cut, or only their parts are wanted."""
         needs = self.needs[group.number]
-        wanted = set(topological([*(value for value, _ in needs.stores), *needs.sinks]))
+        appended = [self.values[append.args[2]].node for append in needs.appends]  # type: ignore[index]
+        wanted = set(topological([*(value for value, _ in needs.stores), *appended, *needs.sinks]))
         return [product for product in group.products if product in wanted]
 
     def _left(self, group: Group, operands: dict[str, Operand], sources: dict[str, Source]) -> Source:
@@ -435,6 +470,7 @@ class _Partition:
             Store(name, (Piece(written[id(value)]),), dtype, value.space.cols)
             for (value, dtype), name in needs.stores.items()
         ]
+        stores += [self._appended(append, name, written) for append, name in needs.appends.items()]
         sinks = {name: written[id(sink)] for sink, name in needs.sinks.items()}
         outputs = tuple([store.name for store in stores] + list(sinks))
         try:
@@ -456,6 +492,21 @@ class _Partition:
             {name: (value, dtype) for (value, dtype), name in needs.stores.items()},
             {name: sink for sink, name in needs.sinks.items()},
             {name: self.joined[store] for store, name in needs.stores.items() if store in self.joined},
+            {name: append for append, name in needs.appends.items()},
+        )
+
+    def _appended(self, append: fx.Node, name: str, written: dict[int, Node]) -> Store:
+        """A store of rows as heads, each at its place in the cache."""
+        value, room = self.values[append.args[2]], append.meta["val"]  # type: ignore[index]
+        piece = Piece(written[id(value.node)])
+        return Store(
+            name,
+            (piece,),
+            room.dtype,
+            value.node.space.cols,
+            layout="bhtd",
+            head=int(room.shape[3]),
+            row_index=_places(name),
         )
 
     # ---- what gradients make once more
@@ -555,6 +606,8 @@ class _Partition:
             return [self.places[self.values[part].node].group for part in item.all_input_nodes]
         if is_size_of_inputs(item):
             return []
+        if self.tensors.get(item) == "appended":
+            return [self.places[self.values[item.args[2]].node].group]  # type: ignore[index]
         if is_effect(item):
             return [*item.all_input_nodes, *self._readers(item.args[0], item)]
         mask = mask_has_a_name(item)
@@ -592,6 +645,9 @@ class _Partition:
             case "stored" | "stat":
                 assert source.value is not None
                 return [self.places[source.value].group]
+            case "places":
+                assert source.tensor is not None
+                return list(source.tensor.args[:2])
         return []
 
     def _step(self, item: object) -> None:
@@ -602,7 +658,11 @@ class _Partition:
             self.steps.append(item)
             return
         assert isinstance(item, fx.Node)
-        if item.op in ("placeholder", "get_attr", "output") or item in self.rooms:
+        if (
+            item.op in ("placeholder", "get_attr", "output")
+            or item in self.rooms
+            or self.tensors.get(item) == "appended"
+        ):
             return  # it is there
         if self.tensors.get(item) == "stored":
             value = self.values[item]
@@ -716,6 +776,11 @@ def _region(nodes: list[fx.Node], read: set[fx.Node]) -> Region:
     inputs = dict.fromkeys(arg for each in nodes for arg in each.all_input_nodes if arg not in mine)
     outputs = [each for each in nodes if each in read or any(user not in mine for user in each.users)]
     return Region(list(nodes), list(inputs), outputs)
+
+
+def _places(name: str) -> str:
+    """What the operand is called that says where rows of a cache go."""
+    return f"{name}_at"
 
 
 def _same_source(x: Source, y: Source) -> bool:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import codetta
 from codetta.cli import app
+from codetta.partition import Launch, Run
 from codetta.text import Text
 
 WINDOW = 32
@@ -78,8 +79,11 @@ def test_rows_are_written_where_the_cache_lies() -> None:
     generator(PROMPTS[0], tokens=4)
     room = generator.decoder.rooms[1]
     slots, (executor,) = room.slots, room.step.backend.executors
-    assert executor.source.count("= c[") and "append" in executor.source
     assert "copy_" not in executor.source and "index_put" not in executor.source
+    # By the programs that make them, with the rotation in their epilogues: one for each layer, of keys and of values.
+    appends = [len(step.appends) for step in executor.plan.steps if isinstance(step, Launch) and step.appends]
+    assert appends == [2, 2]
+    assert not any(isinstance(step, Run) and "append" in step.target.name for step in executor.plan.steps)
     assert int(slots.places[0]) == len(PROMPTS[0]) + 3
     assert slots.keys[0][0, :, : int(slots.places[0])].abs().amin() > 0
     assert not slots.keys[0][0, :, int(slots.places[0]) :].any()

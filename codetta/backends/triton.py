@@ -22,7 +22,7 @@ from torch import Tensor
 from codetta.backends import gluon_gemm, triton_gemm
 from codetta.backends.triton_epilogue import DTYPES, operand_integers, store_integers
 from codetta.errors import LoweringError, Reason
-from codetta.plan.choose import bucket, candidates
+from codetta.plan.choose import FEW, bucket, candidates
 from codetta.plan.target import COPY_ALIGNMENT, Target, device_target, unit_count
 from codetta.plan.tile import STREAM, Tile, alignment_reason
 from codetta.plan.traffic import CONSUMERS, SPECIALISED
@@ -35,7 +35,6 @@ from codetta.stat import FIELDS, Stat
 PRODUCT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 MOST_KNOWN = 4096  # calls of different sizes whose tiles are remembered
-FEW = 64  # rows, up to which the weights' way to the chip is all that counts
 
 
 def interpreting() -> bool:

@@ -17,8 +17,8 @@ ROWS = 2  # the dimension of a cache (samples, heads, rows, columns) that grows
 def rows_are_appended(graph: fx.Graph) -> None:
     """cache.copy_(index_copy(cache, places, rows))  ->  append(cache, places, rows)
 
-    Exact. The new rows are written where the cache lies, instead of a copy of it that is written back. Refuses a cache that is read
-    elsewhere: whoever reads it may come too late to see it as it was.
+    Exact. The new rows are written where the cache lies, instead of a copy of it that is written back; a few of them by the program that
+    makes them, as a store of its own. Refuses a cache that is read elsewhere: whoever reads it may come too late to see it as it was.
     """
     for each in graph.find_nodes(op="call_function", target=aten.copy_.default):
         cache, new = each.args[:2]

@@ -20,6 +20,7 @@ from codetta.program import Program, Segment
 # Buckets of M: within one, the same tile serves. Upper ends; above the last is one more bucket.
 BUCKETS = (1, 2, 4, 16, 64, 256, 1024, 4096)
 STAGES = ((8, 512), (16, 256), (32, 128), (32, 64), (32, 32))  # rows and columns of a tile without a product
+FEW = 64  # rows, up to which the weights' way to the chip is all that counts
 STREAMED = 4  # rows at most that meet weights element by element
 # Columns of a tile that streams weights, and how deep a step is: 16 KB of them, four warps.
 STREAMS = ((2, 4096), (4, 2048), (8, 1024), (16, 512))

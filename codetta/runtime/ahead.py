@@ -61,8 +61,11 @@ def stand_ins(graph: Graph, step: Launch) -> Binding:
         values[operand.name] = _operand(graph, operand, step.operands[operand.name], rows, max(program.k, 1))
         if operand.rows == "sample":
             samples = values[operand.name].shape[0]  # type: ignore[union-attr]
+    caches = {name: _without_memory(append.args[0]) for name, append in step.appends.items()}  # type: ignore[arg-type]
+    for each in caches.values():
+        samples = each.shape[0]
     bound = {each.name: bind_operand(each, values[each.name], rows, samples) for each in program.operands}
-    outputs = {each.name: bind_output(each, None, rows, samples, META) for each in program.stores}
+    outputs = {each.name: bind_output(each, caches.get(each.name), rows, samples, META) for each in program.stores}
     same = [bound[name] for name, source in step.operands.items() if source is step.a]
     a = same[0] if same and not program.multiplies else torch.empty(rows, program.k, dtype=program.a_dtype, device=META)
     assert isinstance(a, Tensor)

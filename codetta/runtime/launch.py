@@ -30,8 +30,11 @@ def launch(
     for operand in program.operands:
         if operand.rows == "sample":
             samples = values[operand.name].shape[0]  # type: ignore[union-attr]
-    bound = {each.name: bind_operand(each, values[each.name], rows, samples) for each in program.operands}
     given = out or {}
+    for store in program.stores:
+        if store.row_index:
+            samples = given[store.name].shape[0]
+    bound = {each.name: bind_operand(each, values[each.name], rows, samples) for each in program.operands}
     outputs = {each.name: bind_output(each, given.get(each.name), rows, samples, a.device) for each in program.stores}
     weights = tuple(as_stored(each, product) for each, product in zip(b, program.products, strict=True))
     binding = Binding(rows, samples, 1, (rows,), a, weights, bound, outputs)

@@ -264,6 +264,11 @@ class Writer:
             case "constant":
                 assert source.value is not None
                 return f"m{self.constants.vector(source.value)}"
+            case "places":
+                assert source.tensor is not None
+                cache, places, rows = source.tensor.args
+                every = f"{self.spell(cache)}.shape[0], {self.size(rows.meta['val'].shape[2])}"  # type: ignore[union-attr]
+                return f"{self.spell(places)}.expand({every}).reshape(-1)"
         raise AssertionError(source.kind)
 
     def _weight(self, name: str, gain: Node | None) -> str:
@@ -280,7 +285,9 @@ class Writer:
         results = []
         for name in step.program.outputs:
             variable = f"p{step.number}_{name}"
-            if name in step.stores:
+            if name in step.appends:
+                variable = self.variable(step.appends[name])
+            elif name in step.stores:
                 self.stored[step.stores[name]] = variable
             else:
                 self.stats[step.sinks[name]] = variable
@@ -288,12 +295,13 @@ class Writer:
         weights = ", ".join(self._weight(name, gain) for name, gain in step.weights)
         operands = ", ".join(f"{name!r}: {self._source(source)}" for name, source in step.operands.items())
         given = f"{self.object(step.program)}, {self._source(step.a)}, [{weights}], {{{operands}}}"
-        if step.into:
-            places = (
-                f"{name!r}: {self.variable(room.target)}[..., {begin} : {begin + step.stores[name][0].space.cols}]"
-                for name, (room, begin) in step.into.items()
-            )
-            given += f", {{{', '.join(places)}}}"
+        rooms = [
+            f"{name!r}: {self.variable(room.target)}[..., {begin} : {begin + step.stores[name][0].space.cols}]"
+            for name, (room, begin) in step.into.items()
+        ]
+        rooms += [f"{name!r}: {self.spell(append.args[0])}" for name, append in step.appends.items()]
+        if rooms:
+            given += f", {{{', '.join(rooms)}}}"
         return Line(f"{self.object(launch)}({given})", ", ".join(results) + ",")
 
 
