@@ -8,7 +8,7 @@ from codetta.dsl import (
     row_lse, row_max, row_moments, row_sum, rsqrt, sigmoid, silu, softcap, spread, sqrt, squared_relu, store, tanh, where,
 )  # fmt: skip
 from codetta.errors import ArgumentError, CodettaError, LoweringError, Reason, TraceError
-from codetta.explain import Report, explain
+from codetta.explain import Report, explain, explain_decode
 from codetta.fused import fused_gemm_epilogue
 from codetta.generate import Generated, Generator, Piece
 from codetta.integrations.dynamo import compile

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from codetta.errors import ArgumentError
-from codetta.explain import explain
+from codetta.explain import explain, explain_decode
 from codetta.terminal import Json, finish, reported, screen
 from codetta.verify import verify
 
@@ -33,11 +33,24 @@ def add_to(app: typer.Typer) -> None:
 def explain_command(
     target: Target,
     training: Annotated[bool, typer.Option(help="Of a call with gradients, with what it keeps for them.")] = False,
+    decode: Annotated[
+        bool, typer.Option(help="Of a step of generation, with its cache; the inputs are not used.")
+    ] = False,
+    batch: Annotated[int, typer.Option(help="Sequences of that step.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens of each that are kept.")] = 4096,
     as_json: Json = False,
 ) -> None:
     """What becomes of a model: programs with their equations, laws, calls, and what is left over and why."""
     model, inputs, named = load(target)
-    report = explain(model, *inputs, training=training, **named)
+    if decode and training:
+        raise ArgumentError("decode", "has no gradients", "ask for one of --decode and --training")
+    if decode and (batch < 1 or context < 1):
+        raise ArgumentError("batch or context", "is less than 1", "pass positive numbers")
+    report = (
+        explain_decode(model, batch=batch, context=context)
+        if decode
+        else explain(model, *inputs, training=training, **named)
+    )
     screen(as_json).print(str(report), highlight=False, markup=False, soft_wrap=True)
     finish(as_json, report.to_json())
 

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from codetta.capture.kinds import is_call, is_view, packet_of
+from codetta.capture.kinds import is_call, is_effect, is_view, packet_of
 from codetta.errors import ArgumentError
 from codetta.integrations.dynamo import Backend, backend_of, compile
+from codetta.integrations.huggingface import Causal
 from codetta.ir import view as views
 from codetta.ir.show import equations
 from codetta.options import Options
@@ -59,6 +60,9 @@ class Report:
     saved: list[dict[str, Any]] = field(default_factory=list)  # what gradients keep, beside parameters and inputs
     saved_bytes: int = 0
     eager_saved_bytes: int = 0
+    decode: dict[str, Any] = field(
+        default_factory=dict
+    )  # of a step: its sizes, and bytes of the cache and of all that is made on the way
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,6 +89,14 @@ class Report:
             lines.append("kept for gradients, beside parameters and inputs:")
             lines += [f"  {_size(each['bytes']):>10}  {each['what']}  {each['shape']}" for each in self.saved]
             lines.append(f"  {_size(self.saved_bytes):>10}  in all, where eager keeps {_size(self.eager_saved_bytes)}")
+        if self.decode:
+            one = self.decode
+            lines.append(f"a step of {one['batch']} sequences, {one['context']} tokens each at most:")
+            lines.append(
+                f"  {_size(one['cache_bytes']):>10}  cache, {one['layers']} layers of keys and values {one['shape']}"
+            )
+            lines.append(f"  {_size(one['workspace_bytes']):>10}  made on the way, if nothing of it were dropped")
+            lines.append(f"  {_size(one['weight_bytes']):>10}  parameters")
         return "\n".join(lines)
 
 
@@ -112,6 +124,42 @@ def explain(model: Any, *inputs: Any, options: Options | None = None, training: 
     if training:
         _add_saved(report, backend, kept, target, (inputs, named))
     return report
+
+
+@torch.no_grad()
+def explain_decode(model: nn.Module, *, batch: int = 1, context: int = 4096, options: Options | None = None) -> Report:
+    """The report of one step of generation, with the sizes of its cache and of what it makes on the way."""
+    known = backend_of(model)
+    backend = Backend(options or (known.options if known is not None else Options()))
+    plain = copy.copy(model)
+    plain._compiled_call_impl = None
+    causal, device = Causal(plain), next(model.parameters()).device
+    _, keys, values = causal.prompt(torch.zeros((1, 1), dtype=torch.int64, device=device))
+    slots = causal.slots(batch, context, keys, values)
+    step = compile(causal.step(slots), backend=backend, dynamic=False)
+    step(slots.places, slots.places)
+    report = Report(graphs=len(backend.executors))
+    for executor in backend.executors:
+        _add(report, executor.plan)
+        report.decode["workspace_bytes"] = report.decode.get("workspace_bytes", 0) + _made(executor.plan)
+    shape = "x".join(map(str, slots.keys[0].shape)) + f" {str(slots.keys[0].dtype).removeprefix('torch.')}"
+    report.decode |= {
+        "batch": batch, "context": context, "layers": len(slots.keys), "shape": shape, "cache_bytes": slots.bytes,
+        "weight_bytes": sum(each.nbytes for each in model.parameters()),
+    }  # fmt: skip
+    return report
+
+
+def _made(plan: Plan) -> int:
+    """Bytes that the steps of a plan allocate, views and caches aside."""
+    total = 0
+    for step in plan.steps:
+        if isinstance(step, Launch):
+            stores = [each for each in step.program.stores if each.name not in step.appends]
+            total += sum(views.hint(step.rows) * max(each.cols, 1) * each.dtype.itemsize for each in stores)
+        nodes = step.nodes if isinstance(step, Region) else [step.target] if isinstance(step, Run) else []
+        total += _bytes(each for each in nodes if not is_view(each) and not is_effect(each))
+    return total
 
 
 @contextlib.contextmanager
@@ -258,6 +306,7 @@ def _where(each: fx.Node) -> str:
 def _plain(path: str) -> str:
     """L['self']._modules['layers']['0'].mlp, as Dynamo spells it -> layers.0.mlp"""
     path = re.sub(r"^L\['\w+'\]", "", path).replace("_modules", "")
+    path = re.sub(r"^.*cell_contents", "", path)  # a model that a function holds
     return ".".join(word for word in re.split(r"[\[\]'\".]+", path) if word and word != "__self__")
 
 

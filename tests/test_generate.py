@@ -89,6 +89,17 @@ def test_rows_are_written_where_the_cache_lies() -> None:
     assert not slots.keys[0][0, :, int(slots.places[0]) :].any()
 
 
+def test_explained() -> None:
+    """A layer of a step is four programs and attention, and nothing is left over but the mask's arithmetic and the tables of positions."""
+    report = codetta.explain_decode(model("Llama"), batch=3, context=64)
+    assert sum(program.where.startswith("model.layers.0.") for program in report.programs) == 4
+    assert len(report.calls) == 2
+    cache = 2 * 2 * 3 * 2 * 64 * 16 * 4
+    assert report.decode["cache_bytes"] == cache and 0 < report.decode["workspace_bytes"] < cache
+    assert "3x2x64x16 float32" in str(report) and "a step of 3 sequences, 64 tokens" in str(report)
+    assert not any("index" in each["op"] or "copy_" in each["op"] for each in report.leftover_ops)
+
+
 def test_hugging_faces_own_loop_and_cache() -> None:
     """generate of a compiled model, with the cache that grows and with the one that does not."""
     import copy
@@ -253,6 +264,11 @@ def test_models_that_are_refused() -> None:
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(Path(__file__).parent.parent / "examples/generate.py"), run_name="__main__")
     assert "[7] -> " in capsys.readouterr().out
+    target = f"{Path(__file__).parent.parent / 'examples/generate.py'}:example"
+    result = CliRunner().invoke(app, ["explain", target, "--decode", "--batch", "4", "--context", "128", "--json"])
+    report = json.loads(result.stdout.strip().splitlines()[-1])
+    assert (report["decode"]["batch"], report["decode"]["context"]) == (4, 128) and len(report["programs"]) == 10
+    assert CliRunner().invoke(app, ["explain", target, "--decode", "--training"]).exit_code == 2
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
