@@ -84,17 +84,10 @@ def rows(dtype: str, target: Target) -> Report:
 def attention(dtype: str, target: Target) -> Report:
     """The kernel that reads a part of a cache: four queries to a head of keys, a mask of bool."""
     names = triton_attention.split_kernel.arg_names
-    numbers = {
-        "KIND": 1,
-        "ROWS": 16,
-        "D": 128,
-        "COLUMNS": 128,
-        "E": 128,
-        "WIDE": 128,
-        "STEP": triton_attention.STEP,
-        "LOOK": triton_attention.LOOK,
-    }
-    numbers |= dict.fromkeys(("qd", "kd", "vd", "mc"), 1)
+    numbers = {"KIND": 1, "ROWS": 16, "D": 128, "COLUMNS": 128, "E": 128, "WIDE": 128} | dict.fromkeys(
+        ("qd", "kd", "vd", "mc"), 1
+    )
+    numbers |= {"STEP": triton_attention.STEP, "LOOK": triton_attention.LOOK, "EARLY": target.starts_early}
     types = dict.fromkeys(names, "i32") | dict.fromkeys(("query", "key", "value"), f"*{dtype}")
     types |= {"mask": "*i1", "parts": "*fp32", "tops": "*fp32", "scale": "fp32"} | dict.fromkeys(numbers, "constexpr")
     aligned = {

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -178,6 +179,8 @@ class TritonBackend:
         self, program: Program, binding: Binding, tile: Tile
     ) -> tuple[Any, tuple[int], list[Any], dict[str, int], dict[str, Tensor | Stat]]:
         program = form(program, tile)
+        if tile.early and not binding.lasting:
+            tile = replace(tile, early=False)  # somebody's own call: the kernel before it may have written its weights
         kernel = build(program, tile, self._widen(program, binding)).kernel
         # Column partials: one per tile of rows, or per consumer's part of one.
         row_tiles = -(-binding.rows_per_batch // tile.rows)
@@ -191,6 +194,8 @@ class TritonBackend:
             options = {"num_warps": 4, "maxnreg": gluon_gemm.launch_registers(tile)}
         else:
             options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        if tile.early:
+            options["launch_pdl"] = True
         return kernel, grid, _arguments(program, binding, tile, results), options, results
 
     @staticmethod

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from codetta.backends.triton_lib import INTERPRETED
-from codetta.plan.target import unit_count
+from codetta.backends.triton_lib import INTERPRETED, let_next_start, wait_for_last
+from codetta.plan.target import device_target, unit_count
 
 FEW = 16  # queries of a head, beyond which others are faster
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,17 +53,20 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     tops = torch.empty((2, batch * groups, splits, rows), dtype=torch.float32, device=query.device)
     seen = mask if mask is None else mask.expand(batch, heads, length, context)
     seen_strides = (0, 0, 0, 0) if seen is None else seen.stride()
+    target = device_target(query.device)
+    early = target is not None and target.starts_early
+    options = {"EARLY": early, "num_warps": WARPS, "num_stages": STAGES} | ({"launch_pdl": True} if early else {})
     padded = max(16, triton.next_power_of_2(rows))
     columns, wide = (max(16, triton.next_power_of_2(size)) for size in (depth, width))
     split_kernel[batch * groups, splits](
         query, key, value, seen, parts, tops, *query.stride(), *key.stride(), *value.stride(), *seen_strides,
         scale * math.log2(math.e), groups, shared, length, context, splits,
         KIND=0 if seen is None else 1 if seen.dtype == torch.bool else 2, ROWS=padded, D=depth, COLUMNS=columns, E=width, WIDE=wide,
-        STEP=STEP, LOOK=min(LOOK, triton.next_power_of_2(max(context, 16))), num_warps=WARPS, num_stages=STAGES,
+        STEP=STEP, LOOK=min(LOOK, triton.next_power_of_2(max(context, 16))), **options,
     )  # fmt: skip
     join_kernel[batch * groups, rows](
         parts, tops, out, *out.stride(), groups, shared, length, splits, SPLITS=triton.next_power_of_2(splits), E=width, WIDE=wide,
-        num_warps=WARPS,
+        **options,
     )  # fmt: skip
     return out
 
@@ -78,9 +81,12 @@ def _splits(pairs: int, context: int, device: torch.device) -> int:
 def split_kernel(
     query, key, value, mask, parts, tops, qb, qh, qt, qd, kb, kh, kt, kd, vb, vh, vt, vd, mb, mh, mt, mc, scale, groups, shared, length,
     context, splits, KIND: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
-    STEP: tl.constexpr, LOOK: tl.constexpr,
+    STEP: tl.constexpr, LOOK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part of the context: the sum of exponentials, the largest score, and values weighted by them."""
+    if EARLY:
+        let_next_start()
+        wait_for_last()
     pair, split = tl.program_id(0), tl.program_id(1)
     sample, group = (pair // groups).to(tl.int64), (pair % groups).to(tl.int64)
     rows = shared * length

@@ -221,22 +221,37 @@ def _stream_loop(program: Program, segment: Segment, tile: Tile) -> list[str]:
             # Columns past the end read the first one again: nothing of them is stored.
             f"b_row{i} = b{p} + tl.where(b_col{i} < {cols}, b_col{i}, 0).to(tl.int64)[:, None] * b{p}_stride",
         ]
-    whole = program.k % tile.depth == 0
-    k_ok = "" if whole else ", mask=k_run[None, :] < K - k, other=0.0"
-    # All weights first: their loads are under way while the rows are read.
-    step = [
-        f'b_tile{i} = tl.load(b_row{i} + (k + k_run)[None, :]{k_ok}, eviction_policy="evict_first").to(tl.float32)'
+    rest = [
+        "for k in range(BK, K, BK):",
+        *_indent(_stream_weights(program, segment, tile) + _stream_rows(program, segment, tile)),
+    ]
+    lines += ["let_next_start()"] if tile.early else []
+    lines += ["k = 0", *_stream_weights(program, segment, tile)]
+    lines += ["wait_for_last()"] if tile.early else []
+    return [*lines, *_stream_rows(program, segment, tile), *(rest if tile.depth < program.k else [])]
+
+
+def _stream_weights(program: Program, segment: Segment, tile: Tile) -> list[str]:
+    """All weights of a step: their loads are under way while the rows are read."""
+    there = "" if program.k % tile.depth == 0 else ", mask=k_run[None, :] < K - k, other=0.0"
+    return [
+        f'b_tile{i} = tl.load(b_row{i} + (k + k_run)[None, :]{there}, eviction_policy="evict_first")'
         for i in range(len(segment.strips))
     ]
+
+
+def _stream_rows(program: Program, segment: Segment, tile: Tile) -> list[str]:
+    """The same step of each row, and what it makes with them."""
+    lines = []
     for m in range(tile.rows):
-        there = f"m0 + {m} < M" if whole else f"(m0 + {m} < M) & (k_run < K - k)"
-        step.append(
+        there = f"m0 + {m} < M" if program.k % tile.depth == 0 else f"(m0 + {m} < M) & (k_run < K - k)"
+        lines.append(
             f"a_row = tl.load(a + (m0 + {m}).to(tl.int64) * a_stride + k + k_run, mask={there}, other=0.0).to(tl.float32)"
         )
         for i in range(len(segment.strips)):
-            total = f"tl.sum(b_tile{i} * a_row[None, :], 1)[None, :]"
-            step.append(f"acc{i} += {total if tile.rows == 1 else f'tl.where(row == m0 + {m}, {total}, 0.0)'}")
-    return [*lines, "for k in range(0, K, BK):", *_indent(step)]
+            total = f"tl.sum(b_tile{i}.to(tl.float32) * a_row[None, :], 1)[None, :]"
+            lines.append(f"acc{i} += {total if tile.rows == 1 else f'tl.where(row == m0 + {m}, {total}, 0.0)'}")
+    return lines
 
 
 def _finish_tile(program: Program, writer: EpilogueWriter, tile: Tile, pn: str) -> list[str]:

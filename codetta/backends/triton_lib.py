@@ -10,6 +10,22 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 
 @triton.jit
+def let_next_start():
+    """The kernel behind this one may start, as soon as there is room. Whatever it reads that this one writes, it waits for."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def wait_for_last():
+    """Until all kernels before this one have ended and what they wrote is there. Without a dependent launch they have."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def tile_order(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     """Visit GROUP tile rows before the next tile column, so that both operands are reused from L2."""
     per_group = GROUP * tiles_n

@@ -129,7 +129,8 @@ def _stream_tiles(program: Program, rows: int, target: Target | None) -> list[Ti
     if target is None:  # the interpreter: small, so that several steps and tiles occur
         return [Tile(rows, 8, 32, 1, 4, 8, 1, STREAM)]
     deep = [(cols, depth) for cols, depth in STREAMS if depth < 2 * program.k] or [STREAMS[-1]]
-    return [Tile(rows, cols, depth * 2 // program.a_dtype.itemsize, 1, 4, 8, 1, STREAM) for cols, depth in deep]
+    size = program.a_dtype.itemsize
+    return [Tile(rows, cols, depth * 2 // size, 1, 4, 8, 1, STREAM, early=target.starts_early) for cols, depth in deep]
 
 
 @lru_cache(maxsize=1024)

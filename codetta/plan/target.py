@@ -38,6 +38,11 @@ class Target:
         return self.registers // max(warps // 4, 1)
 
     @property
+    def starts_early(self) -> bool:
+        """Whether a kernel can start while the one before it ends, and wait for it later (programmatic dependent launch)."""
+        return isinstance(self.arch, int) and self.arch >= 90
+
+    @property
     def triton(self) -> Any:
         from triton.backends.compiler import GPUTarget
 

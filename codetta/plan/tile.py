@@ -37,12 +37,13 @@ class Tile:
     load_slots: int = 0  # of the specialised loop: chunks of operand tiles in flight, per consumer
     store_slots: int = 0  # and of output tiles that have no operand's place to take
     stagger: int = 0  # K steps by which its second consumer runs behind the first
+    early: bool = False  # of the stream: its first weights are read while the kernel before it ends
 
     def __str__(self) -> str:
         """In a few words, for tables: loop, shape, stages, chunks, then warps or slots."""
         text = f"{self.loop} {self.rows}x{self.cols}x{self.depth} s{self.stages} c{self.chunks}"
         slots = f"i{self.load_slots} o{self.store_slots}"
-        return f"{text} {slots if self.load_slots or self.store_slots else f'w{self.warps}'}"
+        return f"{text} {slots if self.load_slots or self.store_slots else f'w{self.warps}'}{' early' if self.early else ''}"
 
     def strip(self, segment: Segment) -> int:
         """Columns of one strip in the tile; a power of two, so three strips take the room of four."""

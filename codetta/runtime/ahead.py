@@ -70,7 +70,7 @@ def stand_ins(graph: Graph, step: Launch) -> Binding:
     a = same[0] if same and not program.multiplies else torch.empty(rows, program.k, dtype=program.a_dtype, device=META)
     assert isinstance(a, Tensor)
     weights = tuple(_weight(graph, name, gain is not None) for name, gain in step.weights)
-    return Binding(rows, samples, 1, (rows,), a, weights, bound, outputs)
+    return Binding(rows, samples, 1, (rows,), a, weights, bound, outputs, lasting=True)
 
 
 def _operand(graph: Graph, operand: Operand, source: Source, rows: int, k: int) -> Tensor | Stat:

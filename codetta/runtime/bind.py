@@ -29,6 +29,9 @@ class Binding:
     b: tuple[Tensor, ...]  # (N, K), batched (batch, N, K)
     operands: dict[str, Tensor | Stat]
     outputs: dict[str, Tensor]
+    lasting: bool = (
+        False  # B are parameters: no launch of a plan writes them, so they may be read before the last one has ended
+    )
 
     @property
     def rows_per_sample(self) -> int:

@@ -37,7 +37,7 @@ def launch(
     bound = {each.name: bind_operand(each, values[each.name], rows, samples) for each in program.operands}
     outputs = {each.name: bind_output(each, given.get(each.name), rows, samples, a.device) for each in program.stores}
     weights = tuple(as_stored(each, product) for each, product in zip(b, program.products, strict=True))
-    binding = Binding(rows, samples, 1, (rows,), a, weights, bound, outputs)
+    binding = Binding(rows, samples, 1, (rows,), a, weights, bound, outputs, lasting=True)
     results = dispatch.run(program, binding)
     if os.environ.get("CODETTA_CHECK", "0") not in ("", "0"):
         check(program, binding, results)
