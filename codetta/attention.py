@@ -31,7 +31,7 @@ class Attention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | str | None) -> Tensor:
         matrix, causal = self._mask(query, mask)
-        if query.is_cuda and (not causal or query.shape[-2] == 1):
+        if query.is_cuda and (not causal or query.shape[-2] == 1) and _any_kernel():
             from codetta.backends import triton_attention
 
             if triton_attention.takes(query, key, value, matrix):
@@ -133,6 +133,12 @@ class Attention:
             found = aten._fused_sdp_choice(*leaves, mask, 0.0, causal, scale=self.scale, enable_gqa=self.grouped)
         known = (FLASH, CUDNN) if query.is_cuda else (FLASH,)
         return found if found in known else OTHER
+
+
+def _any_kernel() -> bool:
+    """Whether nobody insists on some of PyTorch's kernels (`torch.nn.attention.sdpa_kernel`)."""
+    allowed = torch.backends.cuda
+    return allowed.flash_sdp_enabled() and allowed.mem_efficient_sdp_enabled() and allowed.math_sdp_enabled()
 
 
 def _repeat(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,7 @@ class Generator:
     def __call__(
         self, prompt: Prompt | Sequence[Prompt], *, tokens: int = 256, stop: str | Sequence[str] = (), **sampling: Any
     ) -> Any:
-        """The whole answer: a Sequence for a prompt, a list of them for several."""
+        """The whole answer: one Generated for a prompt, a list of them for several."""
         prompts, alone = self._prompts(prompt)
         made = [Generated(each) for each in prompts]
         for piece in self._pieces(prompts, tokens, stop, sampling):
