@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import codetta as ct
-from codetta.backends.triton import TritonBackend, aligned, could_be_aligned, why_slow
+from codetta.backends.triton import TritonBackend, aligned, could_be_aligned, form, why_slow
 from codetta.bench.samples import Sizes, library_names, sample
 from codetta.errors import Reason
 from codetta.plan.choose import BUCKETS, bucket, candidates, epilogue_registers
@@ -191,7 +191,7 @@ def test_specialised_loop_says_what_it_cannot_do() -> None:
 
 
 def test_buckets() -> None:
-    assert [bucket(rows) for rows in (1, 16, 17, 4096, 4097)] == [16, 16, 64, 4096, 0]
+    assert [bucket(rows) for rows in (1, 3, 5, 16, 17, 4096, 4097)] == [1, 4, 16, 16, 64, 4096, 0]
     assert list(BUCKETS) == sorted(BUCKETS)
 
 
@@ -203,9 +203,12 @@ def test_every_epilogue_has_a_tile_everywhere(name: str, rows: int, target: str)
     call, binding = sample(name, Sizes(rows=rows, samples=samples)).bind()
     tiles, refused = TritonBackend().candidates(call, binding, TARGETS[target])
     assert tiles, [str(reason) for reason in refused]
-    assert all(not why_not(call, tile) for tile in tiles)
-    if rows <= 16:
-        assert tiles[0].rows == 16 or name.endswith("gradient") or name.endswith("accumulate")
+    assert all(not why_not(form(call, tile), tile) for tile in tiles)
+    if rows == 1:
+        streams = [tile for tile in tiles if tile.loop == "stream"]
+        assert tiles[: len(streams)] == streams  # first, where there are any
+        assert all(tile.rows == 1 and tile.early == TARGETS[target].starts_early for tile in streams)
+        assert tiles[len(streams)].rows == 16 or name.endswith("gradient") or name.endswith("accumulate")
 
 
 def test_a_large_epilogue_gets_a_smaller_tile() -> None:

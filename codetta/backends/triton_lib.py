@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+PARTIALS = tl.constexpr(1024)  # at once, of statistics that a few rows finish
 
 
 @triton.jit
@@ -268,10 +269,6 @@ def finish_var(pointer, tiles, length, at, ok, width, total):
             apart = tl.load(pointer + place, mask=ok & (tile < tiles), other=0.0) - mean
             m2 += tl.load(deviations + place, mask=ok & (tile < tiles), other=0.0) + apart * apart * count
     return m2 / total
-
-
-# Partials at once, of statistics that a few rows finish.
-PARTIALS = tl.constexpr(1024)
 
 
 @triton.jit
