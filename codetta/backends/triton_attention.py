@@ -174,22 +174,13 @@ def dot(x, y):
 
 @triton.jit
 def join_kernel(
-    parts,
-    tops,
-    out,
-    ob,
-    oh,
-    ot,
-    oe,
-    groups,
-    shared,
-    length,
-    splits,
-    SPLITS: tl.constexpr,
-    E: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    parts, tops, out, ob, oh, ot, oe, groups, shared, length, splits, SPLITS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """The parts of one row, all at once: their order is that of the context."""
+    if EARLY:
+        let_next_start()
+        wait_for_last()
     pair, row = tl.program_id(0), tl.program_id(1)
     sample, group = (pair // groups).to(tl.int64), (pair % groups).to(tl.int64)
     rows = shared * length
