@@ -32,12 +32,13 @@ from codetta.dispatch import debug_level, why_never
 from codetta.errors import Reason
 from codetta.ir.view import hint
 from codetta.options import Options
-from codetta.partition import Launch, PartitionError, Plan, partition
+from codetta.partition import PartitionError, partition
 from codetta.progress import bar
 from codetta.rewrite.scale import row_scale_commutes
 from codetta.runtime.ahead import Ahead
 from codetta.runtime.executor import Executor, Training
 from codetta.runtime.writer import CompileRegion
+from codetta.steps import Launch, Plan
 
 Written = TypeVar("Written", Executor, Training)
 

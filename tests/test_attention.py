@@ -13,7 +13,7 @@ from codetta.attention import Attention
 from codetta.backends import triton_attention
 from codetta.capture.kinds import packet_of
 from codetta.integrations.dynamo import backend_of
-from codetta.partition import Run
+from codetta.steps import Run
 
 ours = torch.ops.codetta
 

@@ -17,11 +17,11 @@ from torch import Tensor, fx
 from codetta import dispatch
 from codetta.capture import Graph
 from codetta.ir.view import hint
-from codetta.partition import Launch, Plan, Source
 from codetta.plan.cost import PARTIAL_COLS
 from codetta.program import Operand
 from codetta.runtime.bind import Binding, bind_operand, bind_output
 from codetta.stat import FIELDS, Stat
+from codetta.steps import Launch, Plan, Source
 
 META = torch.device("meta")
 

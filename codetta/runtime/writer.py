@@ -16,12 +16,13 @@ from codetta.capture.kinds import is_call, is_effect, is_size_of_inputs, packet_
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply
-from codetta.partition import Finish, Fixed, Launch, Mask, Plan, Present, Region, Room, Run, Source, Step, origin
+from codetta.partition import origin
 from codetta.runtime.constants import Constants
 from codetta.runtime.launch import launch
 from codetta.runtime.masks import SizedMask
 from codetta.runtime.sized import Sized
 from codetta.stat import Stat
+from codetta.steps import Finish, Fixed, Launch, Mask, Plan, Present, Region, Room, Run, Source, Step
 
 aten = torch.ops.aten
 # Who compiles a region that no program covers; None: it is not worth it.
