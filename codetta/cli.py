@@ -315,7 +315,11 @@ def decode(
             advance(f"{name}, {size} x {length}")
             if out is not None:
                 record.part(rows).append_to(out)
-    console.print(plain_table(record, ("model", "batch", "context", "impl", "ms", "stream_share", "same"), "a token"))
+    console.print(
+        plain_table(
+            record, ("model", "batch", "context", "impl", "ms", "stream_share", "kl"), "a token; kl: against eager fp32"
+        )
+    )
     finish(as_json, record.json())
 
 

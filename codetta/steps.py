@@ -103,7 +103,56 @@ class Room:
     target: fx.Node
 
 
-Step = Launch | Present | Finish | Run | Region | Mask | Fixed | Room
+@dataclass(frozen=True, eq=False)
+class Vector:
+    """A row that phases of one kernel hand over; without columns: what the warps of all blocks have summed up, each for itself."""
+
+    number: int
+    cols: int
+
+
+@dataclass(eq=False)
+class Multiply:
+    """A program of one row as a phase of a kernel."""
+
+    launch: Launch
+    program: Program  # with all parts on strips
+    a: Vector | Source
+    operands: dict[str, Vector | Source]
+    sends: dict[str, Vector]  # stores and sinks that other phases read
+    keeps: list[str] = field(default_factory=list)  # stores that others read
+
+
+@dataclass(eq=False)
+class Attend:
+    """Attention of one query over a cache, and the row that is new in it, as a phase."""
+
+    query: Vector
+    new: tuple[Vector, Vector]  # key and value
+    caches: tuple[fx.Node, fx.Node]
+    places: fx.Node
+    window: int  # 0: everything before it is seen
+    heads: int
+    scale: float
+    result: Vector
+
+
+Phase = Multiply | Attend
+
+
+@dataclass(eq=False)
+class Whole:
+    """Launches, and the attention between them, as one kernel."""
+
+    phases: list[Phase]
+    vectors: list[Vector]
+
+    @property
+    def products(self) -> list[Multiply]:
+        return [each for each in self.phases if isinstance(each, Multiply)]
+
+
+Step = Launch | Present | Finish | Run | Region | Mask | Fixed | Room | Whole
 
 
 @dataclass(eq=False)
