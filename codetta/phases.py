@@ -78,6 +78,9 @@ class _Phases:
             self._take(step)
         if not any(isinstance(each, Attend) for each in self.phases):
             raise _RefusedError("a step of a decoder", "nothing here is attention over a cache")
+        life = Life(self.phases)
+        if any(read - life.made[each] > cuda_phases.MOST_AGO for each, read in life.read.items()):
+            raise _RefusedError("phases that are near", "a vector is read long after it was made")
         output = next(each for each in self.graph.nodes.nodes if each.op == "output")
         wanted = set(output.all_input_nodes)
         kept: list[Step] = []
@@ -185,6 +188,41 @@ class _Phases:
         self.late.add(each)
         new = self.rows[key], self.rows[value]  # type: ignore[index]
         self.phases.append(Attend(self.tensors[query], new, caches, places, window, shape[1], scale, result))  # type: ignore[arg-type,index]
+
+
+class Life:
+    """When vectors are made, when they are read for the last time, and when every block is known to be done with that.
+
+    All warps of all blocks send their part of a sum at the end of a phase, and whoever reads the sum waits for all of them: behind that,
+    nobody is still in that phase, or in one before it.
+    """
+
+    def __init__(self, phases: list[Phase]) -> None:
+        self.made: dict[Vector, int] = {}
+        self.read: dict[Vector, int] = {}
+        self.gates: list[tuple[int, int]] = []  # the phase of a sum, and the first one that reads it
+        for number, phase in enumerate(phases):
+            for vector in _made(phase):
+                self.made[vector] = self.read[vector] = number
+            for vector in _read(phase):
+                if not vector.cols and self.read[vector] == self.made[vector]:
+                    self.gates.append((self.made[vector], number))
+                self.read[vector] = number
+        self.last = len(phases)
+
+    def released(self, phase: int) -> int:
+        """From which phase on everybody is done with an earlier one."""
+        return min((reader for sum_, reader in self.gates if sum_ >= phase), default=self.last)
+
+
+def _made(phase: Phase) -> list[Vector]:
+    return [phase.result] if isinstance(phase, Attend) else list(phase.sends.values())
+
+
+def _read(phase: Phase) -> list[Vector]:
+    if isinstance(phase, Attend):
+        return [phase.query, *phase.new]
+    return [each for each in (phase.a, *phase.operands.values()) if isinstance(each, Vector)]
 
 
 def _named(program: Any) -> set[str]:

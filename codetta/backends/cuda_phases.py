@@ -21,6 +21,7 @@ from codetta.ir.graph import Frame, Node
 from codetta.plan.target import Target, device_target
 from codetta.program import Operand, Program, Segment
 
+MOST_AGO = 15  # phases that a vector is waited for, as in whole.cu
 WARPS = 8  # that compute, as in whole.cu
 THREADS = 32 * (WARPS + 1)
 MOST_QUERIES = 4  # of heads that share keys, in one warp
@@ -151,7 +152,7 @@ def product(program: Program, sends: frozenset[str], keeps: frozenset[str], cont
         writer = _Segment(program, segment, number, begin, pairs, tuple(names), contexts)
         end = begin + segment.cols // writer.columns
         rows += [f"if (item < {end}) {{", *_indented(writer.rows()), "}"]
-        items += [f"if (item < {end}) return segment_{number}(t, item - {begin}, stats, sinks, step, dot);"]
+        items += [f"if (item < {end}) return segment_{number}(t, item - {begin}, stats, sinks, now, dot);"]
         functions += writer.function()
         begin = end
     text = [
@@ -163,7 +164,7 @@ def product(program: Program, sends: frozenset[str], keeps: frozenset[str], cont
         "    }",
         *_indented(functions),
         "    template <class Dot>",
-        "    static __device__ __forceinline__ void item(const u64* t, int item, const float* stats, float* sinks, u32 step, Dot&& dot) {",
+        "    static __device__ __forceinline__ void item(const u64* t, int item, const float* stats, float* sinks, u32 now, Dot&& dot) {",
         *_indented(_indented(items)),
         "    }",
         "};",
@@ -194,10 +195,11 @@ class _Segment:
     def rows(self) -> list[str]:
         """Where the two rows of a pair begin."""
         strips = self.segment.strips
+        item = f"(item - {self.begin})" if self.begin else "item"
         if len(strips) == 2:
-            column, second = f"(item - {self.begin}) * {self.columns} + pair", "c"
+            column, second = f"{item} * {self.columns} + pair", "c"
         else:
-            column, second = f"(item - {self.begin}) * {self.columns} + 2 * pair", "c + 1"
+            column, second = f"{item} * {self.columns} + 2 * pair", "c + 1"
         ends = [(strips[0], "c"), (strips[-1], second)]
         rows = [
             f"{self.at(f'weight {s.product}')} + (i64)({_framed(c, s.frame)}) * {2 * self.program.k}" for s, c in ends
@@ -221,7 +223,7 @@ class _Segment:
             for value in self.program.sinks[sink].values:
                 lines.append(f"if (lane() < {self.columns}) sinks[{sink}] += {named[id(value)]};")
         head = f"static __device__ __forceinline__ void segment_{self.number}"
-        arguments = "const u64* t, int item, const float* stats, float* sinks, u32 step, Dot&& dot"
+        arguments = "const u64* t, int item, const float* stats, float* sinks, u32 now, Dot&& dot"
         return ["template <class Dot>", f"{head}({arguments}) {{", *_indented(lines), "}"]
 
     def _acc(self, strip: int) -> str:
@@ -244,7 +246,7 @@ class _Segment:
             column = _framed("c", node.attr("frame"))
             column = f"({column}) % {operand.period}" if operand.period else column
         if is_peeked(operand):
-            named[id(node)] = f"{name}.value(step)"
+            named[id(node)] = f"{name}.value(now)"
             return [f"Peek {name}({place}, {column});"]
         named[id(node)] = name
         kind = "float" if operand.dtype.is_floating_point else "i64"
@@ -255,7 +257,7 @@ class _Segment:
         kind = TYPES[node.dtype]
         match node.op:
             case "load" | "load_int":
-                if named[id(node)].endswith("(step)"):  # waited for once
+                if named[id(node)].endswith(".value(now)"):  # waited for once
                     lines.append(f"const float {name} = {named[id(node)]};")
                     named[id(node)] = name
                 return
@@ -284,7 +286,7 @@ class _Segment:
         value, column, count = named[id(piece.value)], _framed("c", piece.frame), self.columns
         lines = []
         if f"send {store.name}" in self.names:
-            lines.append(f"put<{count}>({self.at(f'send {store.name}')}, {column}, {value}, step);")
+            lines.append(f"put<{count}>({self.at(f'send {store.name}')}, {column}, {value}, now);")
         if f"keep {store.name}" in self.names:
             lines.append(f"put_plain<{count}>({self.at(f'keep {store.name}')}, {column}, {value});")
         if store.row_index:
@@ -347,7 +349,7 @@ def kernel(phases: list[Phase], ring: Ring, room: int, blocks: int, target: Targ
     kinds = list(dict.fromkeys((each.text, each.attends) for each in phases))
     slots = (target.shared - room - BARRIERS) // ring.slot
     entries = sum(len(each.names) for each in phases)
-    sizes = f"constexpr int BLOCKS = {blocks}, SLOT = {ring.slot}, SLOTS = {slots}, AHEAD = {ring.ahead}, ROOM = {room}, ENTRIES = {entries};"
+    sizes = f"constexpr int BLOCKS = {blocks}, SLOT = {ring.slot}, SLOTS = {slots}, AHEAD = {ring.ahead}, ROOM = {room}, ENTRIES = {entries}, PHASES = {len(phases)};"
     order = ", ".join(str(kinds.index((each.text, each.attends))) for each in phases)
     first, firsts = 0, []
     for each in phases:
@@ -362,7 +364,7 @@ def kernel(phases: list[Phase], ring: Ring, room: int, blocks: int, target: Targ
     def loop(name: str, arguments: str, body: list[str]) -> list[str]:
         return [
             f"static __device__ __forceinline__ void {name}(Walk& walk, const u64* table{arguments}) {{",
-            f"    for (int phase = 0; phase < {len(phases)}; ++phase) {{",
+            f"    for (int phase = 0; phase < {len(phases)}; ++phase, ++walk.now) {{",
             "        const u64* const t = table + FIRST[phase];",
             "        switch (ORDER[phase]) {",
             *_indented(body, 3),
@@ -391,7 +393,9 @@ def kernel(phases: list[Phase], ring: Ring, room: int, blocks: int, target: Targ
 def _framed(column: str, frame: Frame | None) -> str:
     if frame is None:
         return column
-    return f"({column}) / {frame.run} * {frame.block} + {frame.index * frame.run} + ({column}) % {frame.run}"
+    column = column if column.isidentifier() else f"({column})"
+    start = f" + {frame.index * frame.run}" if frame.index else ""
+    return f"{column} / {frame.run} * {frame.block}{start} + {column} % {frame.run}"
 
 
 def _literal(value: float) -> str:

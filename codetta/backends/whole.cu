@@ -4,11 +4,12 @@
 // slots in shared memory; it waits for nothing but a free slot, so it is always ahead of the others, across phases. The other warps each
 // work by themselves: a warp owns whole items (two rows of weights, once or twice, or a part of the context) and gives its slots back itself.
 //
-// Phases hand over through packets: 32 bits of data and the number of the step, in one word of 8 bytes. Who needs a vector reads it until
-// the numbers are right: no barrier of the grid, no fence, no atomic. A vector has its own place in memory for each phase, so nothing is
-// written that somebody may still read: the next step is another launch. Every sum has one order: the same inputs give the same bits.
+// Phases hand over through packets: 32 bits of data and the number of the phase that sent them, in one word of 8 bytes. Numbers go on from
+// step to step. Who needs a vector reads it until the numbers are right: no barrier of the grid, no fence, no atomic. A place in memory serves
+// another vector only when every warp of every block is known to be done with the first (runtime/whole.py), and the next step is another
+// launch. Every sum has one order: the same inputs give the same bits.
 //
-// In front of this text stand the sizes: BLOCKS, SLOT (bytes), SLOTS, AHEAD (pieces in flight), ROOM (bytes of vectors), ENTRIES.
+// In front of this text stand the sizes: BLOCKS, SLOT (bytes), SLOTS, AHEAD (pieces in flight), ROOM (bytes of vectors), ENTRIES, PHASES.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -19,7 +20,7 @@ constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that compute; the feeder is o
 constexpr float LOWEST = -1e30f;
 
 struct Table {
-    u64 at[ENTRIES];  // addresses, in the order in which phases name them; odd: packets
+    u64 at[ENTRIES];  // in the order in which phases name them: addresses, with how many phases ago packets were sent in the low bits
 };
 
 struct alignas(8) Barriers {
@@ -83,62 +84,64 @@ __device__ __forceinline__ void sync() { asm volatile("bar.sync 1, %0;" ::"n"(TH
 
 // ---- packets
 
+constexpr u64 AGO = 15;  // the bits of an address that say how many phases ago; none of them: numbers as they are
+__device__ __forceinline__ u64 plain(u64 at) { return at & ~AGO; }
+__device__ __forceinline__ u32 number_of(u64 at, u32 now) { return now - (u32)(at & AGO); }
+
 struct Line {
-    u32 first, first_step, second, second_step;
+    u32 first, first_number, second, second_number;
 };
 // Two packets at once, if they are wanted; others stay as they are.
 __device__ __forceinline__ void look(Line& line, u64 at, bool wanted) {
     asm volatile("{ .reg .pred wanted; setp.ne.u32 wanted, %5, 0; @wanted ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4]; }"
-                 : "+r"(line.first), "+r"(line.first_step), "+r"(line.second), "+r"(line.second_step)
+                 : "+r"(line.first), "+r"(line.first_number), "+r"(line.second), "+r"(line.second_number)
                  : "l"(at), "r"((u32)wanted)
                  : "memory");
 }
-// N lines, until all that are wanted are of this step.
+// N lines, until all that are wanted are of the phase that is expected.
 template <int N>
-__device__ __forceinline__ void receive(Line (&lines)[N], const u64 (&at)[N], u32 wanted, u32 step) {
+__device__ __forceinline__ void receive(Line (&lines)[N], const u64 (&at)[N], u32 wanted, u32 now) {
     do {
 #pragma unroll
-        for (int j = 0; j < N; ++j) look(lines[j], at[j], wanted >> j & 1);
+        for (int j = 0; j < N; ++j) look(lines[j], plain(at[j]), wanted >> j & 1);
 #pragma unroll
         for (int j = 0; j < N; ++j)
-            if (lines[j].first_step == step && lines[j].second_step == step) wanted &= ~(1u << j);
+            if (lines[j].first_number == number_of(at[j], now) && lines[j].second_number == number_of(at[j], now)) wanted &= ~(1u << j);
     } while (wanted);
 }
-__device__ __forceinline__ void send(u64 to, u32 data, u32 step) {
-    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(data), "r"(step) : "memory");
+__device__ __forceinline__ void send(u64 to, u32 data, u32 number) {
+    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(data), "r"(number) : "memory");
 }
-__device__ __forceinline__ void send_two(u64 to, float first, float second, u32 step) {
-    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %3, %2, %3};" ::"l"(to), "f"(first), "f"(second), "r"(step) : "memory");
+__device__ __forceinline__ void send_two(u64 to, float first, float second, u32 number) {
+    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %3, %2, %3};" ::"l"(to), "f"(first), "f"(second), "r"(number) : "memory");
 }
 
 // A value of a vector that this thread needs: looked at before it is needed, waited for when it is.
 struct Peek {
     u64 at;
     u32 data, found;
-    bool upper;
+    bool sent, upper;
 
-    __device__ __forceinline__ Peek(u64 from, int column) : at((from & ~1ull) + column / 2 * 8), upper(column & 1) {
-        if (from & 1) {
+    __device__ __forceinline__ Peek(u64 from, int column) : at(from + column / 2 * 8), sent(from & AGO), upper(column & 1) {
+        if (sent)
             read();
-        } else {
+        else
             data = *((const u32*)from + column / 2);
-            at = 0;
-        }
     }
     __device__ __forceinline__ void read() {
-        asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(data), "=r"(found) : "l"(at) : "memory");
+        asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(data), "=r"(found) : "l"(plain(at)) : "memory");
     }
-    __device__ __forceinline__ float value(u32 step) {
-        while (at && found != step) read();
+    __device__ __forceinline__ float value(u32 now) {
+        while (sent && found != number_of(at, now)) read();
         return upper ? high(data) : low(data);
     }
 };
 
 // Columns of a store, one for each of the first COUNT lanes; two lanes make a packet.
 template <int COUNT>
-__device__ __forceinline__ void put(u64 to, int column, float value, u32 step) {
+__device__ __forceinline__ void put(u64 to, int column, float value, u32 number) {
     const float next = __shfl_down_sync(~0u, value, 1);
-    if (lane() < COUNT && lane() % 2 == 0) send((to & ~1ull) + column / 2 * 8, pack(value, next), step);
+    if (lane() < COUNT && lane() % 2 == 0) send(plain(to) + column / 2 * 8, pack(value, next), number);
 }
 template <int COUNT>
 __device__ __forceinline__ void put_plain(u64 to, int column, float value) {
@@ -153,7 +156,7 @@ __device__ __forceinline__ void put_cache(u64 to, i64 at, float value) {
 // ---- who does what: the feeder and the others count alike
 
 struct Walk {
-    u32 step;      // number of this step
+    u32 now;        // number of this phase
     u32 piece = 0;  // of this block, so far
     u32 next = 0;   // block that gets the next item
     u32 turn = 0;   // items of this block, so far: their warps take turns
@@ -267,7 +270,7 @@ __device__ __forceinline__ void dot(u32 piece, u32 apart, float& a, float& b) {
 
 // A vector of K numbers into the room, and the sums of partials, N of them: packets, one for each warp of the grid, or plain numbers.
 template <int K, int N>
-__device__ __forceinline__ void receive_vector(u64 from, const u64* partials, float (&sums)[N > 0 ? N : 1], u32 step) {
+__device__ __forceinline__ void receive_vector(u64 from, const u64* partials, float (&sums)[N > 0 ? N : 1], u32 now) {
     constexpr int MINE = (K / 4 + THREADS - 1) / THREADS, EACH = (BLOCKS * WARPS / 2 + THREADS - 1) / THREADS, ALL = MINE + N * EACH;
     static_assert(ALL <= 32, "too many lines for a thread");
     Line lines[ALL] = {};
@@ -276,9 +279,9 @@ __device__ __forceinline__ void receive_vector(u64 from, const u64* partials, fl
 #pragma unroll
     for (int j = 0; j < MINE; ++j) {
         const int line = threadIdx.x + j * THREADS;
-        at[j] = (from & ~1ull) + line * 16;
+        at[j] = from + line * 16;
         if (line >= K / 4) continue;
-        if (from & 1) {
+        if (from & AGO) {
             wanted |= 1u << j;
         } else {
             const uint2 plain = *((const uint2*)from + line);
@@ -290,17 +293,17 @@ __device__ __forceinline__ void receive_vector(u64 from, const u64* partials, fl
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             sums[n] = 0.f;
-            if (!(partials[2 * n] & 1))
+            if (!(partials[2 * n] & AGO))
                 for (int i = threadIdx.x; i < (int)partials[2 * n + 1]; i += THREADS) sums[n] += load_float(partials[2 * n], i);
 #pragma unroll
             for (int j = 0; j < EACH; ++j) {
                 const int line = threadIdx.x + j * THREADS;
-                at[MINE + n * EACH + j] = (partials[2 * n] & ~1ull) + line * 16;
-                if (line < BLOCKS * WARPS / 2 && partials[2 * n] & 1) wanted |= 1u << (MINE + n * EACH + j);
+                at[MINE + n * EACH + j] = partials[2 * n] + line * 16;
+                if (line < BLOCKS * WARPS / 2 && partials[2 * n] & AGO) wanted |= 1u << (MINE + n * EACH + j);
             }
         }
     }
-    receive(lines, at, wanted, step);
+    receive(lines, at, wanted, now);
     if constexpr (N > 0) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -335,13 +338,13 @@ template <class P>
 __device__ __forceinline__ void product(Walk& walk, const u64* t) {
     constexpr int EACH = pieces_of_rows<P>(), ALL = EACH * P::PAIRS;
     float stats[P::STATS > 0 ? P::STATS : 1], sinks[P::SINKS > 0 ? P::SINKS : 1] = {};
-    receive_vector<P::K, P::STATS>(t[0], t + 1, stats, walk.step);
+    receive_vector<P::K, P::STATS>(t[0], t + 1, stats, walk.now);
     const Share mine = share(walk, P::ITEMS);
     for (int round = 0; round < mine.count; round += WARPS) {
         const int items = min(mine.count - round, WARPS), place = (warp() + WARPS - walk.turn % WARPS) % WARPS;
         if (place >= items) continue;
         const u32 first = walk.piece + round * ALL + place;
-        P::item(t, mine.first + (round + place) * BLOCKS, stats, sinks, walk.step, [&](float (&a)[P::PAIRS], float (&b)[P::PAIRS]) {
+        P::item(t, mine.first + (round + place) * BLOCKS, stats, sinks, walk.now, [&](float (&a)[P::PAIRS], float (&b)[P::PAIRS]) {
 #pragma unroll
             for (int pair = 0; pair < P::PAIRS; ++pair) dot<P::K>(first + items * EACH * pair, items, a[pair], b[pair]);
         });
@@ -352,7 +355,7 @@ __device__ __forceinline__ void product(Walk& walk, const u64* t) {
             // Lanes have columns of their own in their sums.
 #pragma unroll
             for (int distance = 16; distance; distance /= 2) sinks[n] += __shfl_xor_sync(~0u, sinks[n], distance);
-            if (lane() == 0) send((t[P::FIRST_SINK + n] & ~1ull) + (blockIdx.x * WARPS + warp()) * 8, __float_as_uint(sinks[n]), walk.step);
+            if (lane() == 0) send(plain(t[P::FIRST_SINK + n]) + (blockIdx.x * WARPS + warp()) * 8, __float_as_uint(sinks[n]), walk.now);
         }
     }
     done(walk, mine, P::ITEMS, ALL);
@@ -482,11 +485,11 @@ __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, cons
 #pragma unroll
         for (int j = 0; j < ALL; ++j) {
             const int line = lane() + 32 * j, vector = line / LINES;
-            at[j] = vector < A::QUERIES ? (t[QUERY] & ~1ull) + ((i64)head * LINES + line) * 16
-                                        : (t[vector == A::QUERIES ? NEW_KEY : NEW_VALUE] & ~1ull) + ((i64)shared_head * LINES + line % LINES) * 16;
+            at[j] = vector < A::QUERIES ? t[QUERY] + ((i64)head * LINES + line) * 16
+                                        : t[vector == A::QUERIES ? NEW_KEY : NEW_VALUE] + ((i64)shared_head * LINES + line % LINES) * 16;
             if (vector < A::QUERIES || (newest && vector < A::QUERIES + 2)) wanted |= 1u << j;
         }
-        receive(lines, at, wanted, walk.step);
+        receive(lines, at, wanted, walk.now);
 #pragma unroll
         for (int j = 0; j < ALL; ++j)
             if (lane() + 32 * j < (A::QUERIES + 2) * LINES) *((uint2*)mine + lane() + 32 * j) = make_uint2(lines[j].first, lines[j].second);
@@ -544,8 +547,8 @@ __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, cons
         const i64 at = (i64)(head + g) * A::PARTS + part;
         if (lane() < M::LANES)
 #pragma unroll
-            for (int e = 0; e < 8; e += 2) send_two(t[PARTS] + (at * A::HEAD + within * 8 + e) * 8, mixed.sums[g][e], mixed.sums[g][e + 1], walk.step);
-        if (lane() == 0) send_two(t[TOPS] + at * 16, mixed.top[g], mixed.total[g], walk.step);
+            for (int e = 0; e < 8; e += 2) send_two(t[PARTS] + (at * A::HEAD + within * 8 + e) * 8, mixed.sums[g][e], mixed.sums[g][e + 1], walk.now);
+        if (lane() == 0) send_two(t[TOPS] + at * 16, mixed.top[g], mixed.total[g], walk.now);
     }
 }
 
@@ -567,7 +570,7 @@ __device__ __forceinline__ void join_parts(const Walk& walk, const u64* t, int p
             if (part < parts) wanted |= 5u << j;
         }
         const u32 there = wanted;
-        receive(lines, at, wanted, walk.step);
+        receive(lines, at, wanted, walk.now);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             if (!(there >> j & 1)) continue;
@@ -595,7 +598,7 @@ __device__ __forceinline__ void join_parts(const Walk& walk, const u64* t, int p
             first += weight * its.z;
             second += weight * its.w;
         }
-        send((t[RESULT] & ~1ull) + ((i64)head * A::HEAD + column) / 2 * 8, pack(first / total, second / total), walk.step);
+        send(plain(t[RESULT]) + ((i64)head * A::HEAD + column) / 2 * 8, pack(first / total, second / total), walk.now);
     }
 }
 
@@ -620,7 +623,8 @@ template <class Phases>
 __device__ __forceinline__ void run(const Table& table, u32* counter) {
     Barriers& bars = barriers();
     Walk walk;
-    walk.step = *(volatile u32*)counter + 1;
+    const u32 steps = *(volatile u32*)counter;  // so far
+    walk.now = steps * PHASES + 1;              // goes round after 2^32 phases; packets are never that old
     for (u32 i = threadIdx.x; i < SLOTS; i += blockDim.x) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(&bars.full[i])) : "memory");
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(&bars.empty[i])) : "memory");
@@ -633,11 +637,11 @@ __device__ __forceinline__ void run(const Table& table, u32* counter) {
     } else {
         Phases::compute(walk, table.at);
         sync();
-        // All blocks have read the number of the step when the last one ends.
+        // All blocks have read the number of steps when the last one ends.
         if (threadIdx.x == 0 && atomicAdd(counter + 1, 1u) == BLOCKS - 1) {
             counter[1] = 0;
             __threadfence();
-            *(volatile u32*)counter = walk.step;
+            *(volatile u32*)counter = steps + 1;
         }
     }
 }

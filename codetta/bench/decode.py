@@ -18,6 +18,7 @@ from codetta.bench.run import Row
 from codetta.errors import ArgumentError
 from codetta.integrations.huggingface import Causal, Slots
 from codetta.runtime.recorded import Recorded
+from codetta.sampling import likeliest
 
 PERSISTENT = "codetta-persistent"
 IMPLEMENTATIONS = ("eager", "compile", "codetta", PERSISTENT)
@@ -96,9 +97,11 @@ def _turn(name: str, step: Any, slots: Slots, tokens: Tensor) -> Callable[[], Te
 
     def turn() -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        return tokens.copy_(step(tokens, slots.places).argmax(-1))
+        return tokens.copy_(best(step(tokens, slots.places)))
 
-    return Recorded(turn, [tokens]) if name.startswith("codetta") else turn
+    ours = name.startswith("codetta")
+    best = likeliest if ours else lambda logits: logits.argmax(-1)
+    return Recorded(turn, [tokens]) if ours else turn
 
 
 def _in_fp32(model: Any, slots: Slots) -> Callable[[Tensor, Tensor], Tensor]:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from codetta.backends import cuda_phases, nvrtc
+from codetta.phases import Life
 from codetta.plan.target import Target, device_target, unit_count
 from codetta.runtime.launch import as_stored
 from codetta.stat import Stat
 from codetta.steps import Attend, Multiply, Phase, Vector, Whole
 
 PACKET = 8  # bytes: two numbers of a vector, or a sum, and the number of the step
-PACKETS = 1  # marks an address
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,13 @@ class OneKernel:
         self.blocks = blocks or unit_count(device)
         widths = [each.program.k for each in whole.products]
         self.ring, self.room = cuda_phases.ring_for(widths), cuda_phases.room_for(widths)
+        self.life = Life(whole.phases)
         phases = [written(each, self.ring.slot, self.blocks) for each in whole.phases]
         self.source = cuda_phases.kernel(phases, self.ring, self.room, self.blocks, target)
         self.entries = [
             Entry(phase, name) for phase, text in zip(whole.phases, phases, strict=True) for name in text.names
         ]
+        self.numbers = {phase: number for number, phase in enumerate(whole.phases)}
         self.given = [each for each in self.entries if each.is_given]
         self.keeps = [each for each in self.entries if each.kind == "keep"]
         self.memory: Tensor | None = None
@@ -91,7 +93,7 @@ class OneKernel:
     @property
     def bytes(self) -> int:
         """Of the memory that phases hand over in."""
-        return self._places()[1]
+        return self.places[1]
 
     def __call__(self, given: Sequence[Tensor | Stat]) -> list[Tensor]:
         """given: what `self.given` names, in order. Returns what `self.keeps` names."""
@@ -101,11 +103,11 @@ class OneKernel:
         tensors: dict[Entry, Tensor | Stat] = dict(zip(self.given, map(_as_read, self.given, given), strict=True))
         results = [self._result(each) for each in self.keeps]
         tensors |= dict(zip(self.keeps, results, strict=True))
-        places, _ = self._places()
+        places, _ = self.places
         base, table = self.memory.data_ptr(), []
         for entry in self.entries:
             if entry.vector is not None:
-                table.append(base + places[entry.vector] + PACKETS)
+                table.append(base + places[entry.vector] + self.numbers[entry.phase] - self.life.made[entry.vector])
             elif entry in tensors:
                 found = tensors[entry]
                 table.append((found.partials if isinstance(found, Stat) else found).data_ptr())
@@ -124,23 +126,38 @@ class OneKernel:
         store = next(each for each in entry.phase.program.stores if each.name == entry.operand)
         return torch.empty((1, store.cols), dtype=store.dtype, device=self.device)
 
-    def _places(self) -> tuple[dict[Vector | Entry, int], int]:
-        """Where vectors and parts of attention lie, and how much that is. Each has a place of its own: nobody has to know who still reads."""
+    @cached_property
+    def places(self) -> tuple[dict[Vector | Entry, int], int]:
+        """Where vectors and parts of attention lie, and how much that is in all. What all are done with makes room for others: the same
+        few lines are sent and read again and again, and stay in the cache of the device."""
         places: dict[Vector | Entry, int] = {}
+        free: list[tuple[int, int, int]] = []  # from which phase on, bytes, place
         end = 0
-        for each in self.whole.vectors:
-            places[each] = end
-            count = each.cols // 2 if each.cols else self.blocks * cuda_phases.WARPS
-            end += -(-count * PACKET // 128) * 128
-        for entry in self.entries:
-            phase = entry.phase
-            if isinstance(phase, Attend) and entry.kind in ("parts", "tops"):
-                head = phase.result.cols // phase.heads
-                parts = cuda_phases.parts_of(
-                    cuda_phases.pairs_of(phase.heads, phase.caches[0].meta["val"].shape[1]), self.blocks
-                )
-                places[entry] = end
-                end += phase.heads * parts * (head if entry.kind == "parts" else 2) * PACKET
+
+        def take(key: Vector | Entry, size: int, made: int, released: int) -> None:
+            nonlocal end
+            size = -(-size // 128) * 128
+            fitting = [each for each in free if each[0] <= made and each[1] == size]
+            if fitting:
+                free.remove(fitting[0])
+                place = fitting[0][2]
+            else:
+                place, end = end, end + size
+            places[key] = place
+            free.append((released, size, place))
+
+        for number, phase in enumerate(self.whole.phases):
+            for entry in (each for each in self.entries if each.phase is phase):
+                vector = entry.vector
+                if vector is not None and vector not in places and self.life.made[vector] == number:
+                    count = vector.cols // 2 if vector.cols else self.blocks * cuda_phases.WARPS
+                    take(vector, count * PACKET, number, self.life.released(self.life.read[vector]))
+                elif isinstance(phase, Attend) and entry.kind in ("parts", "tops"):
+                    head = phase.result.cols // phase.heads
+                    pairs = cuda_phases.pairs_of(phase.heads, phase.caches[0].meta["val"].shape[1])
+                    each = head if entry.kind == "parts" else 2
+                    size = phase.heads * cuda_phases.parts_of(pairs, self.blocks) * each * PACKET
+                    take(entry, size, number, self.life.released(number))
         return places, end
 
 
