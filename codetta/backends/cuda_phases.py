@@ -21,14 +21,14 @@ from codetta.ir.graph import Frame, Node
 from codetta.plan.target import Target, device_target
 from codetta.program import Operand, Program, Segment
 
-MOST_AGO = 15  # phases that a vector is waited for, as in whole.cu
-WARPS = 8  # that compute, as in whole.cu
+MOST_AGO = 7  # phases that a vector is waited for, as in whole.cu
+WARPS = 8  # that compute
 THREADS = 32 * (WARPS + 1)
 MOST_QUERIES = 4  # of heads that share keys, in one warp
 MOST_LINES = 32  # that a thread receives at once
 BARRIERS = 4096  # bytes of shared memory beside slots and vectors
 FASTER = ("sm_90",)  # measured there, docs/log.md
-LIBRARY = Path(__file__).with_name("whole.cu")
+LIBRARY, MACHINE = (Path(__file__).with_name(name) for name in ("whole.cu", "whole_machine.cu"))
 
 SPELLING = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "abs": "fabsf({})",
@@ -334,8 +334,8 @@ def parts_of(pairs: int, blocks: int) -> int:
 
 
 @cache
-def library() -> str:
-    return LIBRARY.read_text()
+def text_of(path: Path) -> str:
+    return path.read_text()
 
 
 def room_for(widths: Iterable[int]) -> int:
@@ -344,12 +344,12 @@ def room_for(widths: Iterable[int]) -> int:
     return -(-max(2 * max(widths), queries) // 1024) * 1024
 
 
-def kernel(phases: list[Phase], ring: Ring, room: int, blocks: int, target: Target) -> str:
+def kernel(phases: list[Phase], ring: Ring, room: int, blocks: int, target: Target, machine: Path = MACHINE) -> str:
     """The source of a kernel that goes through the phases in this order; those with the same text share their code."""
     kinds = list(dict.fromkeys((each.text, each.attends) for each in phases))
     slots = (target.shared - room - BARRIERS) // ring.slot
     entries = sum(len(each.names) for each in phases)
-    sizes = f"constexpr int BLOCKS = {blocks}, SLOT = {ring.slot}, SLOTS = {slots}, AHEAD = {ring.ahead}, ROOM = {room}, ENTRIES = {entries}, PHASES = {len(phases)};"
+    sizes = f"constexpr int BLOCKS = {blocks}, SLOT = {ring.slot}, SLOTS = {slots}, AHEAD = {ring.ahead}, ROOM = {room}, ENTRIES = {entries}, PHASES = {len(phases)}, COMPUTING = {32 * WARPS};"
     order = ", ".join(str(kinds.index((each.text, each.attends))) for each in phases)
     first, firsts = 0, []
     for each in phases:
@@ -375,7 +375,8 @@ def kernel(phases: list[Phase], ring: Ring, room: int, blocks: int, target: Targ
 
     text = [
         sizes,
-        library(),
+        text_of(machine),
+        text_of(LIBRARY),
         *structs,
         f"__constant__ unsigned char ORDER[] = {{{order}}};",
         f"__constant__ unsigned short FIRST[] = {{{', '.join(map(str, firsts))}}};",
@@ -383,7 +384,7 @@ def kernel(phases: list[Phase], ring: Ring, room: int, blocks: int, target: Targ
         *_indented(loop("feed", ", u64 policy", cases("feed_product", "feed_attention", ", policy"))),
         *_indented(loop("compute", "", cases("product", "attention", ""))),
         "};",
-        f'extern "C" __global__ void __launch_bounds__({THREADS}, 1) step(const __grid_constant__ Table table, u32* counter) {{',
+        f'extern "C" __global__ void __launch_bounds__({THREADS}, 1) whole_step(const __grid_constant__ Table table, u32* counter) {{',
         "    run<Phases>(table, counter);",
         "}",
     ]

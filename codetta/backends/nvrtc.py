@@ -77,15 +77,16 @@ def _compile(compiler: ctypes.CDLL, source: str, arch: str) -> bytes:
 class Kernel:
     """A kernel on a device, with all its blocks there at once."""
 
-    def __init__(self, source: str, name: str, target: Target, shared: int) -> None:
+    def __init__(self, source: str, name: str, target: Target, shared: int, device: torch.device) -> None:
         self.driver = ctypes.CDLL("libcuda.so.1")
-        self.shared = shared
+        self.shared, self.device = shared, device
         self.binary = compiled(source, target)
         self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
-        torch.cuda.current_stream()  # the device's context
-        self._call("cuModuleLoadData", ctypes.byref(self.module), self.binary)
-        self._call("cuModuleGetFunction", ctypes.byref(self.function), self.module, name.encode())
-        self._call("cuFuncSetAttribute", self.function, SHARED_MEMORY, shared)
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # there is a context
+            self._call("cuModuleLoadData", ctypes.byref(self.module), self.binary)
+            self._call("cuModuleGetFunction", ctypes.byref(self.function), self.module, name.encode())
+            self._call("cuFuncSetAttribute", self.function, SHARED_MEMORY, shared)
 
     def __call__(
         self,
@@ -95,8 +96,11 @@ class Kernel:
     ) -> None:
         """Launched together (cooperatively): a kernel whose blocks wait for each other must not start with some of them only."""
         places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        self._call("cuLaunchCooperativeKernel", self.function, blocks, 1, 1, threads, 1, 1, self.shared, stream, places)
+        with torch.cuda.device(self.device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            self._call(
+                "cuLaunchCooperativeKernel", self.function, blocks, 1, 1, threads, 1, 1, self.shared, stream, places
+            )
 
     def _call(self, name: str, *arguments: object) -> None:
         failed = getattr(self.driver, name)(*arguments)

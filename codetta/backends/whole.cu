@@ -9,14 +9,10 @@
 // another vector only when every warp of every block is known to be done with the first (runtime/whole.py), and the next step is another
 // launch. Every sum has one order: the same inputs give the same bits.
 //
-// In front of this text stand the sizes: BLOCKS, SLOT (bytes), SLOTS, AHEAD (pieces in flight), ROOM (bytes of vectors), ENTRIES, PHASES.
+// In front of this text stand the sizes: BLOCKS, SLOT (bytes), SLOTS, AHEAD (pieces in flight), ROOM (bytes of vectors), ENTRIES, PHASES, COMPUTING (threads),
+// and what the machine can do (whole_machine.cu).
 
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
-
-constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that compute; the feeder is one warp more
+constexpr int WARPS = COMPUTING / 32, THREADS = COMPUTING;  // that compute; the feeder is one warp more
 constexpr float LOWEST = -1e30f;
 
 struct Table {
@@ -29,29 +25,17 @@ struct alignas(8) Barriers {
     float sums[4][WARPS];
 };
 
-extern __shared__ __align__(1024) unsigned char memory[];  // slots, room, barriers
-
+// memory: of a block: slots, room, barriers
 __device__ __forceinline__ unsigned char* room() { return memory + SLOTS * SLOT; }
 __device__ __forceinline__ Barriers& barriers() { return *(Barriers*)(memory + SLOTS * SLOT + ROOM); }
 __device__ __forceinline__ u32 lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ u32 warp() { return threadIdx.x / 32; }
-__device__ __forceinline__ u32 shared(const volatile void* at) { return (u32)__cvta_generic_to_shared((const void*)at); }
 
 // ---- numbers
 
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-__device__ __forceinline__ u32 pack(float first, float second) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(first), "f"(second));
-    return pair;
-}
 __device__ __forceinline__ float rounded(float x) { return low(pack(x, 0.f)); }
-__device__ __forceinline__ float exp2_(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ float load_bf16(u64 from, i64 at) { return low(*((const u16*)from + at)); }
 __device__ __forceinline__ float load_float(u64 from, i64 at) { return *((const float*)from + at); }
 __device__ __forceinline__ i64 load_long(u64 from, i64 at) { return *((const i64*)from + at); }
@@ -61,43 +45,12 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-
 __device__ __forceinline__ float max_nan(float x, float y) { return x != x || y != y ? __uint_as_float(0x7fc00000u) : fmaxf(x, y); }
 __device__ __forceinline__ float min_nan(float x, float y) { return x != x || y != y ? __uint_as_float(0x7fc00000u) : fminf(x, y); }
 
-// ---- barriers and copies
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    asm volatile("{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra AGAIN; }" ::"r"(barrier), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy(u32 to, u64 from, u32 bytes, u32 barrier, u64 policy) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
-                 "r"(bytes), "r"(barrier), "l"(policy)
-                 : "memory");
-}
-__device__ __forceinline__ u64 read_once() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-__device__ __forceinline__ void sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // those that compute
-
 // ---- packets
 
-constexpr u64 AGO = 15;  // the bits of an address that say how many phases ago; none of them: numbers as they are
+constexpr u64 AGO = 7;   // the bits of an address that say how many phases ago; none of them: numbers as they are
 __device__ __forceinline__ u64 plain(u64 at) { return at & ~AGO; }
 __device__ __forceinline__ u32 number_of(u64 at, u32 now) { return now - (u32)(at & AGO); }
 
-struct Line {
-    u32 first, first_number, second, second_number;
-};
-// Two packets at once, if they are wanted; others stay as they are.
-__device__ __forceinline__ void look(Line& line, u64 at, bool wanted) {
-    asm volatile("{ .reg .pred wanted; setp.ne.u32 wanted, %5, 0; @wanted ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4]; }"
-                 : "+r"(line.first), "+r"(line.first_number), "+r"(line.second), "+r"(line.second_number)
-                 : "l"(at), "r"((u32)wanted)
-                 : "memory");
-}
 // N lines, until all that are wanted are of the phase that is expected.
 template <int N>
 __device__ __forceinline__ void receive(Line (&lines)[N], const u64 (&at)[N], u32 wanted, u32 now) {
@@ -109,13 +62,6 @@ __device__ __forceinline__ void receive(Line (&lines)[N], const u64 (&at)[N], u3
             if (lines[j].first_number == number_of(at[j], now) && lines[j].second_number == number_of(at[j], now)) wanted &= ~(1u << j);
     } while (wanted);
 }
-__device__ __forceinline__ void send(u64 to, u32 data, u32 number) {
-    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(data), "r"(number) : "memory");
-}
-__device__ __forceinline__ void send_two(u64 to, float first, float second, u32 number) {
-    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %3, %2, %3};" ::"l"(to), "f"(first), "f"(second), "r"(number) : "memory");
-}
-
 // A value of a vector that this thread needs: looked at before it is needed, waited for when it is.
 struct Peek {
     u64 at;
@@ -124,15 +70,12 @@ struct Peek {
 
     __device__ __forceinline__ Peek(u64 from, int column) : at(from + column / 2 * 8), sent(from & AGO), upper(column & 1) {
         if (sent)
-            read();
+            look_at_one(data, found, plain(at));
         else
             data = *((const u32*)from + column / 2);
     }
-    __device__ __forceinline__ void read() {
-        asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(data), "=r"(found) : "l"(plain(at)) : "memory");
-    }
     __device__ __forceinline__ float value(u32 now) {
-        while (sent && found != number_of(at, now)) read();
+        while (sent && found != number_of(at, now)) look_at_one(data, found, plain(at));
         return upper ? high(data) : low(data);
     }
 };
@@ -244,7 +187,7 @@ __device__ __forceinline__ void dot(u32 piece, u32 apart, float& a, float& b) {
     for (int left = K; left > 0; left -= PIECE) {
         const u32 slot = piece % SLOTS;
         // A slot that still waits for what it held before looks as if it were full: pieces must have been asked for.
-        while ((int)(bars.issued - piece) <= 0) {}
+        while ((int)(bars.issued - piece) <= 0) pause();
         wait(shared(&bars.full[slot]), piece / SLOTS & 1);
         const int columns = min(left, PIECE);
         const uint4 *w = (const uint4*)(memory + slot * SLOT) + lane(), *v = w + columns / 8;
@@ -474,6 +417,7 @@ template <class A>
 __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, const Splits<A>& splits, int item, u32 piece, u32 apart) {
     constexpr int LINES = A::HEAD / 4, ALL = ((A::QUERIES + 2) * LINES + 31) / 32, N = 4;
     using M = Mixed<A>;
+    static_assert(A::TILE % (N * M::STEP) == 0, "whole steps in a tile");
     Barriers& bars = barriers();
     const int group = item / splits.parts, part = item % splits.parts, head = group * A::QUERIES, shared_head = group / A::AGAIN;
     const bool newest = part == splits.parts - 1;
@@ -512,7 +456,7 @@ __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, cons
     int place = splits.first + part * splits.tiles * A::TILE;
     for (int tile = 0; tile < splits.tiles; ++tile, place += A::TILE) {
         const u32 slot = piece % SLOTS, next = (piece + 1) % SLOTS;
-        while ((int)(bars.issued - piece) <= 1) {}
+        while ((int)(bars.issued - piece) <= 1) pause();
         wait(shared(&bars.full[slot]), piece / SLOTS & 1);
         wait(shared(&bars.full[next]), (piece + 1) / SLOTS & 1);
         const uint4 *keys = (const uint4*)(memory + slot * SLOT) + lane(), *values = (const uint4*)(memory + next * SLOT) + lane();
@@ -626,11 +570,11 @@ __device__ __forceinline__ void run(const Table& table, u32* counter) {
     const u32 steps = *(volatile u32*)counter;  // so far
     walk.now = steps * PHASES + 1;              // goes round after 2^32 phases; packets are never that old
     for (u32 i = threadIdx.x; i < SLOTS; i += blockDim.x) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(&bars.full[i])) : "memory");
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(&bars.empty[i])) : "memory");
+        prepare(shared(&bars.full[i]));
+        prepare(shared(&bars.empty[i]));
     }
     if (threadIdx.x == 0) bars.issued = 0;
-    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+    prepared();
     __syncthreads();
     if (warp() == WARPS) {
         Phases::feed(walk, table.at, read_once());

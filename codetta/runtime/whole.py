@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -74,7 +74,7 @@ class OneKernel:
         self.ring, self.room = cuda_phases.ring_for(widths), cuda_phases.room_for(widths)
         self.life = Life(whole.phases)
         phases = [written(each, self.ring.slot, self.blocks) for each in whole.phases]
-        self.source = cuda_phases.kernel(phases, self.ring, self.room, self.blocks, target)
+        self.source = self.text(phases)
         self.entries = [
             Entry(phase, name) for phase, text in zip(whole.phases, phases, strict=True) for name in text.names
         ]
@@ -83,12 +83,15 @@ class OneKernel:
         self.keeps = [each for each in self.entries if each.kind == "keep"]
         self.memory: Tensor | None = None
 
+    def text(self, phases: list[cuda_phases.Phase]) -> str:
+        return cuda_phases.kernel(phases, self.ring, self.room, self.blocks, self.target)
+
     def build(self) -> None:
         nvrtc.compiled(self.source, self.target)
 
     @cached_property
-    def kernel(self) -> nvrtc.Kernel:
-        return nvrtc.Kernel(self.source, "step", self.target, self.target.shared)
+    def kernel(self) -> Callable[..., None]:
+        return nvrtc.Kernel(self.source, "whole_step", self.target, self.target.shared, self.device)
 
     @property
     def bytes(self) -> int:
@@ -117,8 +120,7 @@ class OneKernel:
             else:
                 table.append(base + places[entry])
         arguments = (ctypes.c_uint64 * len(table))(*table), ctypes.c_void_p(self.counter.data_ptr())
-        with torch.cuda.device(self.device):
-            self.kernel(self.blocks, cuda_phases.THREADS, arguments)
+        self.kernel(self.blocks, cuda_phases.THREADS, arguments)
         return results
 
     def _result(self, entry: Entry) -> Tensor:

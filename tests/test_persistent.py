@@ -1,0 +1,198 @@
+"""A whole step of a decoder as one kernel, on a machine of fibers: what it computes, that it ends, and what is refused. Its text also
+compiles for the GPUs that it is meant for."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import codetta
+from codetta.backends import cuda_phases, nvrtc
+from codetta.errors import Reason
+from codetta.integrations.dynamo import Backend
+from codetta.integrations.huggingface import Causal, Slots
+from codetta.phases import Life, one_kernel
+from codetta.plan.target import TARGETS
+from codetta.runtime import whole as runtime
+from codetta.steps import Attend, Multiply, Plan, Whole
+
+MACHINE = Path(__file__).with_name("whole_machine.h")
+CONTEXT, BLOCKS = 96, 3
+ROUNDS = 200_000  # a step takes a few thousand
+TAIL = """
+extern "C" int simulated(const Table* table, u32* counter, u32 blocks, u32 threads, u32 bytes, u32 seed, u64 rounds) {
+    return sim::simulate([=] { whole_step(*table, counter); }, blocks, threads, bytes, seed, rounds);
+}
+"""
+# Heads that share keys by 4 and by 1; rows that no piece fills; a window.
+SHAPES: dict[str, dict[str, Any]] = {
+    "shared": {"hidden_size": 256, "intermediate_size": 328, "num_attention_heads": 4, "num_key_value_heads": 1},
+    "own": {"hidden_size": 128, "intermediate_size": 264, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
+    "window": {
+        "hidden_size": 128, "intermediate_size": 200, "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 20,
+    },
+}  # fmt: skip
+
+
+def model(name: str, **settings: Any) -> Any:
+    import transformers
+
+    kind = "Mistral" if "sliding_window" in SHAPES[name] else "Llama"
+    config = getattr(transformers, f"{kind}Config")(
+        **SHAPES[name], num_hidden_layers=2, vocab_size=36, max_position_embeddings=256, tie_word_embeddings=False, **settings
+    )  # fmt: skip
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="sdpa")
+    return made.to(torch.bfloat16).eval()
+
+
+def slots_of(causal: Causal) -> Slots:
+    _, keys, values = causal.prompt(torch.zeros((1, 1), dtype=torch.int64))
+    slots = causal.slots(1, CONTEXT, keys, values)
+    torch.manual_seed(1)
+    for each in [*slots.keys, *slots.values]:
+        each.normal_()
+    return slots
+
+
+def compiled(step: Any, schedule: str) -> tuple[Any, Backend]:
+    backend = Backend(codetta.Options(schedule=schedule))
+    return codetta.compile(step, dynamic=False, backend=backend), backend
+
+
+def plan_of(step: Any, *inputs: Any) -> Plan:
+    """Of the step as a chain of kernels."""
+    function, backend = compiled(step, "chain")
+    function(*inputs)
+    return backend.executors[-1].plan
+
+
+class Simulated:
+    """A kernel on the machine of fibers."""
+
+    def __init__(self, source: str, shared: int, folder: Path) -> None:
+        name = hashlib.sha256(source.encode()).hexdigest()[:16]
+        text, library = folder / f"{name}.cpp", folder / f"{name}.so"
+        if not library.exists():
+            text.write_text(source + TAIL)
+            flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing"]
+            subprocess.run(["g++", *flags, "-o", str(library), str(text)], check=True)
+        self.library, self.shared, self.seed = ctypes.CDLL(str(library)), shared, 0
+
+    def __call__(self, blocks: int, threads: int, arguments: Any) -> None:
+        table, counter = arguments
+        self.seed += 1
+        failed = self.library.simulated(
+            ctypes.byref(table), counter, blocks, threads, self.shared, self.seed, ctypes.c_uint64(ROUNDS)
+        )
+        assert not failed, "the kernel waits for ever"
+
+
+class OnFibers(runtime.OneKernel):
+    def __init__(self, whole: Whole, device: torch.device, folder: Path, ring: cuda_phases.Ring) -> None:
+        with mock.patch.object(cuda_phases, "ring_for", return_value=ring):
+            super().__init__(whole, device, TARGETS["sm_120"], BLOCKS)
+        self.__dict__["kernel"] = Simulated(self.source, self.target.shared, folder)
+
+    def text(self, phases: list[cuda_phases.Phase]) -> str:
+        return cuda_phases.kernel(phases, self.ring, self.room, self.blocks, self.target, MACHINE)
+
+
+@pytest.fixture
+def fibers(tmp_path: Path) -> Iterator[None]:
+    """Compiled within this, steps run on the machine of fibers."""
+    kernel = partial(OnFibers, folder=tmp_path, ring=cuda_phases.Ring(4096, 4))
+    with (
+        mock.patch.object(cuda_phases, "runs_on", return_value=True),
+        mock.patch("codetta.runtime.writer.OneKernel", kernel),
+        mock.patch("codetta.runtime.ahead.OneKernel", mock.MagicMock()),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.usefixtures("fibers")
+@torch.no_grad()
+def test_every_place(name: str) -> None:
+    """Logits and the new rows of the cache, against the chain of kernels; everything else stays as it was; the same bits again."""
+    causal = Causal(model(name))
+    slots = slots_of(causal)
+    tokens = torch.tensor([17])
+    chain, _ = compiled(causal.step(slots), "chain")
+    whole, backend = compiled(causal.step(slots), "persistent")
+    caches = [*slots.keys, *slots.values]
+    for place in (0, 1, 19, 33, 64, 95):
+        slots.places.fill_(place)
+        want = chain(tokens, slots.places).clone()
+        rows = [each.clone() for each in caches]
+        for each in caches:
+            each[0, :, place] = torch.nan
+        got = whole(tokens, slots.places).clone()
+        assert (got - want).abs().max() <= 0.02 * want.abs().max(), place
+        for mine, theirs in zip(caches, rows, strict=True):
+            assert (mine - theirs).abs().max() <= 0.02 * theirs.abs().max(), place
+            mine[0, :, place] = theirs[0, :, place]
+            assert torch.equal(mine, theirs)
+        assert torch.equal(whole(tokens, slots.places), got), "other bits in another order"
+    (step,) = (each for each in backend.executors[-1].plan.steps if isinstance(each, Whole))
+    assert [type(each) for each in step.phases] == [Multiply, Attend, Multiply, Multiply, Multiply] * 2 + [Multiply]
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.skipif(not nvrtc.is_there(), reason="NVIDIA's run-time compiler is not installed")
+@torch.no_grad()
+def test_compiles(target: str) -> None:
+    causal = Causal(model("shared"))
+    slots = slots_of(causal)
+    found = one_kernel(plan_of(causal.step(slots), torch.tensor([1]), slots.places))
+    assert isinstance(found, Plan), found
+    (step,) = (each for each in found.steps if isinstance(each, Whole))
+    kernel = runtime.OneKernel(step, torch.device("cpu"), TARGETS[target], 132)
+    assert len(nvrtc.compiled(kernel.source, TARGETS[target])) > 10_000
+
+
+@torch.no_grad()
+def test_refusals() -> None:
+    """What is not one row, not bf16, or not a decoder's step stays a chain, with a reason."""
+    causal = Causal(model("shared"))
+    slots = causal.slots(2, CONTEXT, *causal.prompt(torch.zeros((1, 1), dtype=torch.int64))[1:])
+    two = one_kernel(plan_of(causal.step(slots), torch.tensor([1, 2]), slots.places))
+    assert isinstance(two, Reason) and two.rule == "one row"
+    wide = Causal(model("shared").float())
+    slots = wide.slots(1, CONTEXT, *wide.prompt(torch.zeros((1, 1), dtype=torch.int64))[1:])
+    other = one_kernel(plan_of(wide.step(slots), torch.tensor([1]), slots.places))
+    assert isinstance(other, Reason) and other.rule == "bf16"
+    linear = torch.nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+    none = one_kernel(plan_of(linear, torch.randn(1, 64).to(torch.bfloat16)))
+    assert isinstance(none, Reason) and none.rule == "a step of a decoder"
+
+
+@torch.no_grad()
+def test_places_serve_again_when_all_are_done() -> None:
+    """Two vectors lie in one place only if behind the last reading of the first all blocks met before the second is made."""
+    causal = Causal(model("shared"))
+    slots = slots_of(causal)
+    found = one_kernel(plan_of(causal.step(slots), torch.tensor([1]), slots.places))
+    assert isinstance(found, Plan)
+    (step,) = (each for each in found.steps if isinstance(each, Whole))
+    kernel = runtime.OneKernel(step, torch.device("cpu"), TARGETS["sm_90"], 132)
+    places, end = kernel.places
+    life = Life(step.phases)
+    vectors = [each for each in places if not isinstance(each, runtime.Entry)]
+    shared = 0
+    for one in vectors:
+        for other in vectors:
+            if one is other or places[one] != places[other] or life.made[one] > life.made[other]:
+                continue
+            shared += 1
+            assert any(life.read[one] <= sum_ and reader <= life.made[other] for sum_, reader in life.gates)
+    assert shared and end == kernel.bytes
