@@ -88,6 +88,10 @@ def test_product(dtype: torch.dtype, layout: str) -> None:
         (17, 96, 64),
         (130, 65, 47),
         (300, 1, 33),
+        # Rows too long for their columns to be taken one by one.
+        (1, 7, 4111),
+        (3, 6, 2053),
+        (11, 9, 521),
     ]
     for m, n, k in sizes:
         a, w = rand(m, k, dtype=dtype), rand(n, k, dtype=dtype, scale=k**-0.5)
