@@ -102,6 +102,16 @@ def test_product(dtype: torch.dtype, layout: str) -> None:
         check(plain, a, w, bits=m < 20)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
+    """Up to 16 rows, whether columns are taken one by one or four at a time."""
+    for k in (67, 700, 5003):
+        a, w = rand(16, k, dtype=dtype), rand(13, k, dtype=dtype)
+        alone = torch.cat([ct.epilogue(plain)(a[row : row + 1], w)[0] for row in range(16)])
+        for rows in (2, 3, 7, 16):
+            assert torch.equal(ct.epilogue(plain)(a[:rows], w)[0], alone[:rows])
+
+
 def test_strided_product() -> None:
     """Views of larger matrices, and weights that are columns of one."""
     a, w = rand(40, 100)[:, 10:67], rand(90, 80)[3:73, 7:64]
