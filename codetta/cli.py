@@ -320,7 +320,11 @@ def decode(
             if out is not None:
                 record.part(rows).append_to(out)
     console.print(
-        plain_table(record, ("model", "dtype", "batch", "context", "impl", "ms", "stream_share", "same"), "a token")
+        plain_table(
+            record,
+            ("model", "dtype", "batch", "context", "impl", "ms", "stream_share", "kl"),
+            "a token; kl: against eager fp32",
+        )
     )
     finish(as_json, record.json())
 

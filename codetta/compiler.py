@@ -13,12 +13,14 @@ Dynamo hands over the graphs, see integrations/dynamo.py.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from torch import fx
 
+from codetta.backends import cuda_phases
 from codetta.capture import capture
 from codetta.capture.appends import rows_are_appended
 from codetta.capture.attention import heads_are_shared
@@ -32,12 +34,14 @@ from codetta.dispatch import debug_level, why_never
 from codetta.errors import Reason
 from codetta.ir.view import hint
 from codetta.options import Options
-from codetta.partition import Launch, PartitionError, Plan, partition
+from codetta.partition import PartitionError, partition
+from codetta.phases import one_kernel
 from codetta.progress import bar
 from codetta.rewrite.scale import row_scale_commutes
 from codetta.runtime.ahead import Ahead
 from codetta.runtime.executor import Executor, Training
 from codetta.runtime.writer import CompileRegion
+from codetta.steps import Launch, Plan
 
 Written = TypeVar("Written", Executor, Training)
 
@@ -46,7 +50,7 @@ def compile_graph(
     module: fx.GraphModule, parameters: Iterable[fx.Node], options: Options, compile_region: CompileRegion | None
 ) -> Executor:
     """An aten graph as something to call with its inputs. compile_region: who compiles what no program covers, if anybody."""
-    plan = plan_of(module, parameters, options)
+    plan = scheduled(plan_of(module, parameters, options), options)
     return built(plan, options, lambda: Executor(plan, compile_region))
 
 
@@ -71,6 +75,20 @@ def built(plan: Plan, options: Options, write: Callable[[], Written]) -> Written
         kernels.wait(advance)
     show(plan, written.source)
     return written
+
+
+def scheduled(plan: Plan, options: Options) -> Plan:
+    """The plan as it is, or with its launches as one kernel, where that is asked for or known to be faster."""
+    devices = {step.device for step in plan.steps if isinstance(step, Launch)}
+    measured = options.schedule == "auto"
+    if options.schedule == "chain" or not devices or not all(cuda_phases.runs_on(each, measured) for each in devices):
+        return plan
+    found = one_kernel(plan)
+    if isinstance(found, Plan):
+        return found
+    if debug_level() >= 2 or options.schedule == "persistent":
+        print(f"codetta: not one kernel: {found}", file=sys.stderr)
+    return plan
 
 
 def show(plan: Plan, source: str) -> None:

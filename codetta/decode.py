@@ -19,6 +19,7 @@ from codetta.options import Options
 from codetta.runtime.recorded import Recorded
 from codetta.runtime.sized import state_of
 from codetta.sampling import Sampling, choose
+from codetta.sampling import likeliest as likeliest_of
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Decoder:
             return found
 
         def likeliest() -> Tensor:
-            return tokens.copy_(logits().argmax(-1))
+            return tokens.copy_(likeliest_of(logits()))
 
         kept = [slots.places, tokens]
         return _Room(slots, tokens, Recorded(logits, kept), Recorded(likeliest, kept), step)

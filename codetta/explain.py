@@ -24,10 +24,11 @@ from codetta.integrations.huggingface import Causal
 from codetta.ir import view as views
 from codetta.ir.show import equations
 from codetta.options import Options
-from codetta.partition import Finish, Fixed, Launch, Mask, Plan, Region, Run, is_tensor_of_graph, sinks_of
+from codetta.partition import is_tensor_of_graph
 from codetta.plan.cost import bytes_moved, flops, predicted_ms
 from codetta.plan.target import device_target
 from codetta.program import Program
+from codetta.steps import Finish, Fixed, Launch, Mask, Plan, Region, Run, sinks_of
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from codetta.errors import ArgumentError
 
 LEFTOVER = ("auto", "inductor", "graph")
 MEMORY = ("less", "normal", "more")
+SCHEDULE = ("auto", "chain", "persistent")
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Options:
     (integrations/logits.py).
     memory: of gradients. "normal": what a program among them can make again is not kept for them; "more" keeps it, which spares that
     program a store; "less" also makes the logits of a loss twice, a third more work there (partition.py, runtime/loss.py).
+    schedule: of a decoder's step. "chain": a kernel for each program; "persistent": all of them as one kernel, where phases.py can;
+    "auto": that which was measured to be faster on such a device (compiler.py).
     progress: a bar while kernels are built; None shows it where stderr is a terminal (compiler.py).
     """
 
@@ -26,6 +29,7 @@ class Options:
     leftover: str = "auto"
     logits: str = "lazy"
     memory: str = "normal"
+    schedule: str = "auto"
     progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -33,6 +37,7 @@ class Options:
             raise ArgumentError("numerics", f"is {self.numerics!r}", "pass 'default' or 'strict'")
         if self.logits not in ("lazy", "always"):
             raise ArgumentError("logits", f"is {self.logits!r}", "pass 'lazy' or 'always'")
-        for name, value, known in (("leftover", self.leftover, LEFTOVER), ("memory", self.memory, MEMORY)):
+        for name, known in (("leftover", LEFTOVER), ("memory", MEMORY), ("schedule", SCHEDULE)):
+            value = getattr(self, name)
             if value not in known:
                 raise ArgumentError(name, f"is {value!r}", f"pass one of {', '.join(known)}")

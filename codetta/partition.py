@@ -34,109 +34,10 @@ from codetta.ir.op import OPS, is_sink
 from codetta.ir.view import factors, has_columns_last, hint, in_order, is_matrix
 from codetta.placement import Group
 from codetta.plan.choose import FEW
-from codetta.program import Operand, Piece, Product, Program, Store, acc_node, assemble, load_node
+from codetta.program import Operand, Piece, Product, Store, acc_node, assemble, load_node
+from codetta.steps import Finish, Fixed, Launch, Mask, Plan, Present, Region, Room, Run, Source, Step, sinks_of
 
 SMALL = 1 << 20  # elements of a tensor that is kept for all calls of a size
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """Where a program's operand comes from: a leaf of the graph, a stored value, a statistic, parameters alone, or the places of rows."""
-
-    kind: str  # leaf, stored, stat, constant, places
-    name: str = ""
-    value: Node | None = None
-    dtype: torch.dtype | None = None
-    tensor: fx.Node | None = None  # the places
-
-
-@dataclass(eq=False)
-class Launch:
-    """A program with what it reads and what it makes."""
-
-    number: int
-    device: torch.device
-    program: Program
-    rows: Any  # a size, symbolic perhaps
-    a: Source
-    weights: list[tuple[str, Node | None]]  # a weight's name and its gain
-    operands: dict[str, Source]
-    stores: dict[str, tuple[Node, torch.dtype]]
-    sinks: dict[str, Node]
-    into: dict[str, tuple[Room, int]]  # where a store begins that is a part of something joined
-    appends: dict[str, fx.Node] = field(default_factory=dict)  # stores that are rows of a cache
-
-
-@dataclass(eq=False)
-class Present:
-    """A stored value as the tensor that the graph expects."""
-
-    target: fx.Node
-    value: Value
-    dtype: torch.dtype
-
-
-@dataclass(eq=False)
-class Finish:
-    """A number for each row, or for each column, that is made of reductions alone, as the tensor that the graph expects."""
-
-    target: fx.Node
-    value: Node
-    dtype: torch.dtype
-
-    @property
-    def sinks(self) -> list[Node]:
-        return sinks_of(self.value)
-
-
-@dataclass(eq=False)
-class Run:
-    """An operator that stays with the graph."""
-
-    target: fx.Node
-
-
-@dataclass(eq=False)
-class Region:
-    """Operators that stay with the graph and follow each other: one kernel or a few, where a compiler fuses them."""
-
-    nodes: list[fx.Node]
-    inputs: list[fx.Node]
-    outputs: list[fx.Node]
-
-
-@dataclass(eq=False)
-class Mask:
-    """A mask that is made of sizes alone, with what makes it."""
-
-    target: fx.Node
-    makes: Region
-
-
-@dataclass(eq=False)
-class Fixed:
-    """Operators whose results depend on sizes and parameters alone: tables of positions. The same at every call of a size."""
-
-    makes: Region
-    lasting: bool  # no parameter comes into it
-
-
-@dataclass(eq=False)
-class Room:
-    """Memory for values that the graph joins: programs store them in it side by side."""
-
-    target: fx.Node
-
-
-Step = Launch | Present | Finish | Run | Region | Mask | Fixed | Room
-
-
-@dataclass(eq=False)
-class Plan:
-    steps: list[Step]
-    graph: Graph
-    forward: int  # how many of the steps the graph's own results need; the others make gradients
-    again: set[int]  # programs that make something once more, so that nobody keeps it
 
 
 @dataclass(eq=False)
@@ -671,23 +572,6 @@ class _Partition:
             self.steps.append(Finish(item, self.values[item].node, item.meta["val"].dtype))
         else:
             self.steps.append(Run(item))
-
-
-def sinks_of(value: Node) -> list[Node]:
-    """The reductions that it is made of, if there is nothing else: no matrix, and no tensor of the graph."""
-    found, stack, seen = [], [value], set()
-    while stack:
-        each = stack.pop()
-        if each in seen:
-            continue
-        seen.add(each)
-        if is_sink(each.op):
-            found.append(each)
-        elif each.op in ("load", "product", "stage", "vector") or each.space.cols:
-            return []
-        else:
-            stack += each.args
-    return found
 
 
 def is_tensor_of_graph(value: Node) -> bool:

@@ -67,6 +67,16 @@ class Sampling:
         return self.temperature == 0
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The column of the largest logit of each row, the first of equals."""
+    if logits.is_cuda and logits.dim() == 2 and logits.numel():
+        from codetta.backends import triton_argmax
+
+        if logits.dtype in triton_argmax.DTYPES:
+            return triton_argmax.argmax(logits)
+    return logits.argmax(-1)
+
+
 def choose(logits: Tensor, sampling: Sampling, step: Tensor, rows: Tensor, seen: Tensor | None) -> Tensor:
     """The next token (B,) of each row of logits (B, V).
 
@@ -79,9 +89,9 @@ def choose(logits: Tensor, sampling: Sampling, step: Tensor, rows: Tensor, seen:
     _check_beside(logits, "step", step, (torch.int64, torch.int32), ((), (batch,)))
     _check_beside(logits, "rows", rows, (torch.int64, torch.int32), ((batch,),))
     if sampling.greedy:
-        return _penalised(logits, sampling, seen).argmax(-1)  # documented to take the first of equals
+        return likeliest(_penalised(logits, sampling, seen))
     race = _headstart(sampling.seed, step, rows, logits.shape[1]) / _weights(logits, sampling, seen)
-    return race.argmax(-1)
+    return likeliest(race)
 
 
 def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from codetta.attention import Attention
 from codetta.backends import cpu_attention, cpu_build, triton_attention
 from codetta.capture.kinds import packet_of
 from codetta.integrations.dynamo import backend_of
-from codetta.partition import Run
+from codetta.steps import Run
 
 ours = torch.ops.codetta
 

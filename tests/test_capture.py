@@ -27,10 +27,10 @@ from codetta.ir import view as views
 from codetta.ir.graph import Node, Space, node
 from codetta.ir.op import apply
 from codetta.ir.view import Dims, Factor
-from codetta.partition import Launch, Region, Run
 from codetta.rewrite.gradient import Use, inner_product_moves
 from codetta.rewrite.scale import affine_form, row_scale_commutes, why_not_defer
 from codetta.runtime.executor import Executor
+from codetta.steps import Launch, Region, Run
 
 # ---- views ---------------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ def test_bench_decode() -> None:
         (dtype, each) for dtype in ("float32", "bfloat16") for each in ("eager", "codetta")
     ]
     assert all(row["ms"] > 0 and row["stream_share"] > 0 and row["layers"] == 1 for row in rows)
-    assert rows[1]["same"]  # in bf16, tokens that are nearly equally likely may change places
+    assert all(abs(row["kl"]) < (1e-9 if row["dtype"] == "float32" else 1e-3) for row in rows)
 
 
 def test_default_sizes() -> None:

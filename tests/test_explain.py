@@ -16,10 +16,10 @@ import codetta
 from codetta.errors import ArgumentError, CheckError
 from codetta.integrations.dynamo import backend_of
 from codetta.laws import laws
-from codetta.partition import Launch, Mask
 from codetta.runtime import launch as launching
 from codetta.runtime import writer
 from codetta.runtime.masks import CAUSAL, FULL, SizedMask, name_of
+from codetta.steps import Launch, Mask
 
 ROOT = Path(__file__).resolve().parent.parent
 

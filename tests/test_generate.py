@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import codetta
 from codetta.cli import app
-from codetta.partition import Launch, Run
+from codetta.steps import Launch, Run
 from codetta.text import Text
 
 WINDOW = 32

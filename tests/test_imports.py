@@ -43,7 +43,7 @@ LAYERS: list[tuple[str, list[str]]] = [
             "codetta.runtime.launch",
         ],
     ),
-    ("capture", ["codetta.placement", "codetta.capture", "codetta.partition"]),
+    ("capture", ["codetta.placement", "codetta.capture", "codetta.steps", "codetta.partition", "codetta.phases"]),
     ("runtime", ["codetta.runtime"]),
     ("compiler", ["codetta.compiler"]),
     ("integrations", ["codetta.integrations"]),

@@ -15,8 +15,8 @@ from zoo import ZOO
 import codetta
 from codetta.integrations.dynamo import backend_of
 from codetta.integrations.logits import Logits
-from codetta.partition import Run
 from codetta.runtime import loss as module
+from codetta.steps import Run
 
 
 def plain(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, how: dict[str, Any]) -> Tensor:

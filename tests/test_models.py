@@ -24,12 +24,12 @@ from codetta import dispatch
 from codetta.backends import reference
 from codetta.backends.triton import interpreting
 from codetta.integrations.dynamo import backend_of, by_inductor
-from codetta.partition import Launch, Present, Region, Run
 from codetta.program import Program
 from codetta.runtime.bind import Binding
 from codetta.runtime.executor import Executor
 from codetta.runtime.sized import Sized
 from codetta.stat import Stat
+from codetta.steps import Launch, Present, Region, Run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

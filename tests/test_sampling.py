@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.generation import logits_process as hf
 
 from codetta import sampling as module
+from codetta.backends import triton_argmax
 from codetta.errors import ArgumentError
 from codetta.sampling import Sampling, choose, probabilities
 
@@ -396,3 +397,23 @@ def test_arguments_are_checked() -> None:
             with pytest.raises(ArgumentError, match=f"^{name}: "):
                 probabilities(good["logits"] if name == "seen" else bad, how, bad if name == "seen" else seen)
     choose(sampling=Sampling(1.0), **good | {"seen": None})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (3, 17), (2, 2048), (2, 2049), (1, 7001)])
+def test_likeliest_by_many_blocks(rows: int, cols: int, dtype: torch.dtype) -> None:
+    """The first of the largest, whatever they are: equal ones, zeros of both signs, infinities, NaN."""
+    torch.manual_seed(0)
+    cases = [
+        torch.randn(rows, cols),
+        torch.randint(-3, 3, (rows, cols)).float(),
+        torch.full((rows, cols), float("-inf")),
+    ]
+    cases.append(torch.where(torch.rand(rows, cols) < 0.5, -0.0, 0.0))
+    cases.append(torch.randn(rows, cols).masked_fill(torch.rand(rows, cols) < 0.1, float("inf")))
+    cases.append(torch.randn(rows, cols).masked_fill(torch.rand(rows, cols) < 0.1, float("nan")))
+    for logits in cases:
+        logits = logits.to(dtype)
+        assert triton_argmax.argmax(logits).tolist() == logits.argmax(-1).tolist()
+        turned = logits.t().contiguous().t()
+        assert triton_argmax.argmax(turned).tolist() == logits.argmax(-1).tolist()

@@ -20,8 +20,8 @@ from zoo import LAYERS, ZOO, outputs
 import codetta
 from codetta.capture import weight_gradients
 from codetta.integrations.dynamo import backend_of
-from codetta.partition import Finish, Launch, Run, Step
 from codetta.runtime.executor import Training
+from codetta.steps import Finish, Launch, Run, Step
 
 ROOT = Path(__file__).parent.parent
 

@@ -18,8 +18,10 @@ from codetta.bench.run import Row
 from codetta.errors import ArgumentError
 from codetta.integrations.huggingface import Causal, Slots
 from codetta.runtime.recorded import Recorded
+from codetta.sampling import likeliest
 
-IMPLEMENTATIONS = ("eager", "compile", "codetta")
+PERSISTENT = "codetta-persistent"
+IMPLEMENTATIONS = ("eager", "compile", "codetta", PERSISTENT)
 SPAN = 0.3  # seconds that a contender runs in each round
 MOST = 256  # steps in that time
 
@@ -48,10 +50,15 @@ def measure_decode(
         room.normal_()
     slots.places.fill_(context - 1)
     tokens = torch.randint(0, model.config.vocab_size, (batch,), device=device)
-    turns = {each: _turn(each, causal, slots, tokens.clone()) for each in implementations}
-    first = {each: turn().tolist() for each, turn in turns.items()}  # compiles, too
+    if device.type != "cuda" or batch > 1:
+        implementations = tuple(each for each in implementations if each != PERSISTENT)  # one row, on a GPU
+    steps = {each: _step(each, causal, slots) for each in implementations}
+    logits = {each: step(tokens, slots.places).float().clone() for each, step in steps.items()}  # compiles, too
+    turns = {each: _turn(each, step, slots, tokens.clone()) for each, step in steps.items()}
     times = _turns(turns, device, rounds)
     moved = weight_bytes(model) + slots.bytes
+    del steps, turns
+    exact = _in_fp32(model, slots)(tokens, slots.places)
     rows: list[Row] = []
     for each, ms in times.items():
         share = moved / ms / 1e9 / read_tbs
@@ -66,10 +73,10 @@ def measure_decode(
         row |= {
             "ms": round(ms, 4),
             "stream_share": round(share, 4),
-            "same": first[each] == first[next(iter(first))],
+            "kl": float(f"{_kl(exact, logits[each]):.3g}"),
         }
         rows.append(row)
-    del model, causal, slots, turns
+    del model, causal, slots
     gc.collect()
     torch._dynamo.reset()
     if device.type == "cuda":
@@ -77,19 +84,39 @@ def measure_decode(
     return rows
 
 
-def _turn(name: str, causal: Causal, slots: Slots, tokens: Tensor) -> Callable[[], Tensor]:
-    """A token to the next, at a place that stays the same."""
+def _step(name: str, causal: Causal, slots: Slots) -> Any:
     step: Any = causal.step(slots)
     if name == "compile":
-        step = torch.compile(step, mode="reduce-overhead" if tokens.is_cuda else "default", dynamic=False)
-    elif name == "codetta":
-        step = codetta.compile(step, dynamic=False)
+        return torch.compile(step, mode="reduce-overhead" if slots.places.is_cuda else "default", dynamic=False)
+    if name.startswith("codetta"):
+        schedule = "persistent" if name == PERSISTENT else "chain"
+        return codetta.compile(step, options=codetta.Options(schedule=schedule), dynamic=False)
+    return step
+
+
+def _turn(name: str, step: Any, slots: Slots, tokens: Tensor) -> Callable[[], Tensor]:
+    """A token to the next, at a place that stays the same."""
 
     def turn() -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        return tokens.copy_(step(tokens, slots.places).argmax(-1))
+        return tokens.copy_(best(step(tokens, slots.places)))
 
-    return Recorded(turn, [tokens]) if name == "codetta" else turn
+    ours = name.startswith("codetta")
+    best = likeliest if ours else lambda logits: logits.argmax(-1)
+    return Recorded(turn, [tokens]) if ours else turn
+
+
+def _in_fp32(model: Any, slots: Slots) -> Callable[[Tensor, Tensor], Tensor]:
+    """The step of the same model in fp32, with the same cache. The model is changed."""
+    model.float()
+    wide = Slots([each.float() for each in slots.keys], [each.float() for each in slots.values], slots.places)
+    return Causal(model).step(wide)
+
+
+def _kl(exact: Tensor, logits: Tensor) -> float:
+    """Of next-token distributions, in nats."""
+    want, got = (each.double().log_softmax(-1) for each in (exact, logits))
+    return float((want.exp() * (want - got)).sum(-1).mean())
 
 
 def _turns(turns: dict[str, Callable[[], Tensor]], device: torch.device, rounds: int) -> dict[str, float]:

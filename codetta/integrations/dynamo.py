@@ -219,6 +219,10 @@ def _needs_gradients(module: fx.GraphModule, inputs: list[Any]) -> bool:
 # What a compiler must spare a region, at every call, for seconds of its time to pay: bytes between its operators, or launches.
 WORTH = {"cpu": 2 << 20, "cuda": 64 << 20}
 WORTH_LAUNCHES = 16
+TINY, WORTH_TINY = (
+    1 << 16,
+    8,
+)  # elements of tensors that are nothing but launches: a decoder's step has no time for many of them
 
 
 def _where_it_pays(region: fx.GraphModule) -> Callable[..., Any] | None:
@@ -229,7 +233,8 @@ def _where_it_pays(region: fx.GraphModule) -> Callable[..., Any] | None:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     spared = sum(tensor.element_size() * math.prod(hint(size) for size in tensor.shape) for tensor in tensors)
     device = "cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"
-    pays = spared >= WORTH[device] or (device == "cuda" and len(inside) >= WORTH_LAUNCHES)
+    tiny = all(math.prod(hint(size) for size in tensor.shape) <= TINY for tensor in tensors)
+    pays = spared >= WORTH[device] or (device == "cuda" and len(inside) >= (WORTH_TINY if tiny else WORTH_LAUNCHES))
     return by_inductor(region) if pays else None
 
 

@@ -17,11 +17,12 @@ from torch import Tensor, fx
 from codetta import dispatch
 from codetta.capture import Graph
 from codetta.ir.view import hint
-from codetta.partition import Launch, Plan, Source
 from codetta.plan.cost import PARTIAL_COLS
 from codetta.program import Operand
 from codetta.runtime.bind import Binding, bind_operand, bind_output
+from codetta.runtime.whole import OneKernel
 from codetta.stat import FIELDS, Stat
+from codetta.steps import Launch, Plan, Source, Whole
 
 META = torch.device("meta")
 
@@ -37,6 +38,10 @@ class Ahead:
         self.builds: dict[Future[None], str] = {
             self.pool.submit(_build, plan.graph, step): step.program.name for step in different.values()
         }
+        for step in plan.steps:
+            if isinstance(step, Whole):
+                kernel = OneKernel(step, step.products[0].launch.device)
+                self.builds[self.pool.submit(kernel.build)] = "one kernel"
 
     def __len__(self) -> int:
         return len(self.builds)

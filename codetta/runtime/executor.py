@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, fx
 
 from codetta.capture.kinds import is_tangent
-from codetta.partition import Plan
 from codetta.runtime.constants import Constants
 from codetta.runtime.writer import CompileRegion, Line, Writer, function
 from codetta.stat import Stat
+from codetta.steps import Plan
 
 
 class Executor:

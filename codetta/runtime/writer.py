@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -16,12 +16,29 @@ from codetta.capture.kinds import is_call, is_effect, is_size_of_inputs, packet_
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply
-from codetta.partition import Finish, Fixed, Launch, Mask, Plan, Present, Region, Room, Run, Source, Step, origin
+from codetta.partition import origin
 from codetta.runtime.constants import Constants
 from codetta.runtime.launch import launch
 from codetta.runtime.masks import SizedMask
 from codetta.runtime.sized import Sized
+from codetta.runtime.whole import Entry, OneKernel
 from codetta.stat import Stat
+from codetta.steps import (
+    Attend,
+    Finish,
+    Fixed,
+    Launch,
+    Mask,
+    Multiply,
+    Plan,
+    Present,
+    Region,
+    Room,
+    Run,
+    Source,
+    Step,
+    Whole,
+)
 
 aten = torch.ops.aten
 # Who compiles a region that no program covers; None: it is not worth it.
@@ -103,6 +120,8 @@ class Writer:
                 return [self._fixed(step)]
             case Region():
                 return self._region(step)
+            case Whole():
+                return self._whole(step)
 
     @staticmethod
     def variable(each: fx.Node) -> str:
@@ -303,6 +322,34 @@ class Writer:
         if rooms:
             given += f", {{{', '.join(rooms)}}}"
         return Line(f"{self.object(launch)}({given})", ", ".join(results) + ",")
+
+    def _whole(self, step: Whole) -> list[Line]:
+        """One call, with the tensors that its phases read; caches that they append to are what they were, and more."""
+        kernel = OneKernel(step, step.products[0].launch.device)
+        given = ", ".join(self._given(entry) for entry in kernel.given)
+        results = []
+        for entry in kernel.keeps:
+            launch = cast(Multiply, entry.phase).launch
+            results.append(f"p{launch.number}_{entry.operand}")
+            self.stored[launch.stores[entry.operand]] = results[-1]
+        appends = [each for phase in step.products for each in phase.launch.appends.values()]
+        aliases = [Line(self.spell(each.args[0]), self.variable(each)) for each in appends]
+        return [Line(f"{self.object(kernel)}([{given}])", "".join(f"{each}, " for each in results)), *aliases]
+
+    def _given(self, entry: Entry) -> str:
+        """What a place in the table is filled with."""
+        phase = entry.phase
+        if isinstance(phase, Attend):
+            named = {"keys": phase.caches[0], "values": phase.caches[1], "places": phase.places}
+            return self.variable(named[entry.name])
+        match entry.kind:
+            case "weight":
+                return self._weight(*phase.launch.weights[int(entry.operand)])
+            case "cache":
+                return self.spell(phase.launch.appends[entry.operand].args[0])
+            case "a":
+                return self._source(cast(Source, phase.a))
+        return self._source(cast(Source, phase.operands[entry.operand]))
 
 
 @dataclass(frozen=True)

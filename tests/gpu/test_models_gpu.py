@@ -13,7 +13,7 @@ from zoo import ZOO, outputs
 import codetta
 from codetta.bench import prefill
 from codetta.integrations.dynamo import backend_of
-from codetta.partition import Launch
+from codetta.steps import Launch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 

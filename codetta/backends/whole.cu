@@ -1,0 +1,647 @@
+// A whole step of a decoder as one kernel: phases that all blocks go through together, and a stream of weights that never waits for them.
+//
+// One warp of each block (the feeder) walks through all phases of the step and copies every byte of weights and of the cache into a ring of
+// slots in shared memory; it waits for nothing but a free slot, so it is always ahead of the others, across phases. The other warps each
+// work by themselves: a warp owns whole items (two rows of weights, once or twice, or a part of the context) and gives its slots back itself.
+//
+// Phases hand over through packets: 32 bits of data and the number of the phase that sent them, in one word of 8 bytes. Numbers go on from
+// step to step. Who needs a vector reads it until the numbers are right: no barrier of the grid, no fence, no atomic. A place in memory serves
+// another vector only when every warp of every block is known to be done with the first (runtime/whole.py), and the next step is another
+// launch. Every sum has one order: the same inputs give the same bits.
+//
+// In front of this text stand the sizes: BLOCKS, SLOT (bytes), SLOTS, AHEAD (pieces in flight), ROOM (bytes of vectors), ENTRIES, PHASES.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that compute; the feeder is one warp more
+constexpr float LOWEST = -1e30f;
+
+struct Table {
+    u64 at[ENTRIES];  // in the order in which phases name them: addresses, with how many phases ago packets were sent in the low bits
+};
+
+struct alignas(8) Barriers {
+    u64 full[SLOTS], empty[SLOTS];
+    volatile u32 issued;  // pieces
+    float sums[4][WARPS];
+};
+
+extern __shared__ __align__(1024) unsigned char memory[];  // slots, room, barriers
+
+__device__ __forceinline__ unsigned char* room() { return memory + SLOTS * SLOT; }
+__device__ __forceinline__ Barriers& barriers() { return *(Barriers*)(memory + SLOTS * SLOT + ROOM); }
+__device__ __forceinline__ u32 lane() { return threadIdx.x % 32; }
+__device__ __forceinline__ u32 warp() { return threadIdx.x / 32; }
+__device__ __forceinline__ u32 shared(const volatile void* at) { return (u32)__cvta_generic_to_shared((const void*)at); }
+
+// ---- numbers
+
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ u32 pack(float first, float second) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(pair) : "f"(first), "f"(second));
+    return pair;
+}
+__device__ __forceinline__ float rounded(float x) { return low(pack(x, 0.f)); }
+__device__ __forceinline__ float exp2_(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float load_bf16(u64 from, i64 at) { return low(*((const u16*)from + at)); }
+__device__ __forceinline__ float load_float(u64 from, i64 at) { return *((const float*)from + at); }
+__device__ __forceinline__ i64 load_long(u64 from, i64 at) { return *((const i64*)from + at); }
+
+// What epilogues call by other names in C++.
+__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
+__device__ __forceinline__ float max_nan(float x, float y) { return x != x || y != y ? __uint_as_float(0x7fc00000u) : fmaxf(x, y); }
+__device__ __forceinline__ float min_nan(float x, float y) { return x != x || y != y ? __uint_as_float(0x7fc00000u) : fminf(x, y); }
+
+// ---- barriers and copies
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+    asm volatile("{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra AGAIN; }" ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy(u32 to, u64 from, u32 bytes, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
+                 "r"(bytes), "r"(barrier), "l"(policy)
+                 : "memory");
+}
+__device__ __forceinline__ u64 read_once() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // those that compute
+
+// ---- packets
+
+constexpr u64 AGO = 15;  // the bits of an address that say how many phases ago; none of them: numbers as they are
+__device__ __forceinline__ u64 plain(u64 at) { return at & ~AGO; }
+__device__ __forceinline__ u32 number_of(u64 at, u32 now) { return now - (u32)(at & AGO); }
+
+struct Line {
+    u32 first, first_number, second, second_number;
+};
+// Two packets at once, if they are wanted; others stay as they are.
+__device__ __forceinline__ void look(Line& line, u64 at, bool wanted) {
+    asm volatile("{ .reg .pred wanted; setp.ne.u32 wanted, %5, 0; @wanted ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+                 : "+r"(line.first), "+r"(line.first_number), "+r"(line.second), "+r"(line.second_number)
+                 : "l"(at), "r"((u32)wanted)
+                 : "memory");
+}
+// N lines, until all that are wanted are of the phase that is expected.
+template <int N>
+__device__ __forceinline__ void receive(Line (&lines)[N], const u64 (&at)[N], u32 wanted, u32 now) {
+    do {
+#pragma unroll
+        for (int j = 0; j < N; ++j) look(lines[j], plain(at[j]), wanted >> j & 1);
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+            if (lines[j].first_number == number_of(at[j], now) && lines[j].second_number == number_of(at[j], now)) wanted &= ~(1u << j);
+    } while (wanted);
+}
+__device__ __forceinline__ void send(u64 to, u32 data, u32 number) {
+    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(data), "r"(number) : "memory");
+}
+__device__ __forceinline__ void send_two(u64 to, float first, float second, u32 number) {
+    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %3, %2, %3};" ::"l"(to), "f"(first), "f"(second), "r"(number) : "memory");
+}
+
+// A value of a vector that this thread needs: looked at before it is needed, waited for when it is.
+struct Peek {
+    u64 at;
+    u32 data, found;
+    bool sent, upper;
+
+    __device__ __forceinline__ Peek(u64 from, int column) : at(from + column / 2 * 8), sent(from & AGO), upper(column & 1) {
+        if (sent)
+            read();
+        else
+            data = *((const u32*)from + column / 2);
+    }
+    __device__ __forceinline__ void read() {
+        asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(data), "=r"(found) : "l"(plain(at)) : "memory");
+    }
+    __device__ __forceinline__ float value(u32 now) {
+        while (sent && found != number_of(at, now)) read();
+        return upper ? high(data) : low(data);
+    }
+};
+
+// Columns of a store, one for each of the first COUNT lanes; two lanes make a packet.
+template <int COUNT>
+__device__ __forceinline__ void put(u64 to, int column, float value, u32 number) {
+    const float next = __shfl_down_sync(~0u, value, 1);
+    if (lane() < COUNT && lane() % 2 == 0) send(plain(to) + column / 2 * 8, pack(value, next), number);
+}
+template <int COUNT>
+__device__ __forceinline__ void put_plain(u64 to, int column, float value) {
+    const float next = __shfl_down_sync(~0u, value, 1);
+    if (lane() < COUNT && lane() % 2 == 0) *((u32*)to + column / 2) = pack(value, next);
+}
+template <int COUNT>
+__device__ __forceinline__ void put_cache(u64 to, i64 at, float value) {
+    if (lane() < COUNT) *((u16*)to + at) = (u16)pack(value, 0.f);
+}
+
+// ---- who does what: the feeder and the others count alike
+
+struct Walk {
+    u32 now;        // number of this phase
+    u32 piece = 0;  // of this block, so far
+    u32 next = 0;   // block that gets the next item
+    u32 turn = 0;   // items of this block, so far: their warps take turns
+};
+struct Share {
+    int first, count;  // items first, first + BLOCKS, ...
+};
+__device__ __forceinline__ Share share(const Walk& walk, int items) {
+    int first = (int)blockIdx.x - (int)walk.next;
+    if (first < 0) first += BLOCKS;
+    return {first, first < items ? (items - first + BLOCKS - 1) / BLOCKS : 0};
+}
+__device__ __forceinline__ void done(Walk& walk, const Share& mine, int items, int pieces) {
+    walk.piece += mine.count * pieces;
+    walk.turn += mine.count;
+    walk.next = (walk.next + items) % BLOCKS;
+}
+
+// ---- the feeder
+
+// Up to 32 pieces in a row, one for each lane: two runs of bytes each. No more than AHEAD of them are in flight: a ring that is asked for
+// all at once stands in the queues of the memory system, and every packet of the phases after it waits there, too.
+__device__ __forceinline__ void push(u32 first, int count, u64 a, u64 b, u32 a_bytes, u32 b_bytes, u64 policy) {
+    Barriers& bars = barriers();
+    const u32 mine = first + lane(), slot = mine % SLOTS, to = shared(memory) + slot * SLOT, full = shared(&bars.full[slot]);
+    const u32 before = mine - AHEAD, landed = shared(&bars.full[before % SLOTS]);
+    for (int turn = 0; turn < count; ++turn) {
+        if (lane() == turn) {
+            wait(shared(&bars.empty[slot]), (mine / SLOTS & 1) ^ 1);
+            if (mine >= AHEAD) wait(landed, before / SLOTS & 1);
+            expect(full, a_bytes + b_bytes);
+            bars.issued = mine + 1;
+            if (a_bytes) copy(to, a, a_bytes, full, policy);
+            if (b_bytes) copy(to + a_bytes, b, b_bytes, full, policy);
+        }
+        __syncwarp();
+    }
+}
+
+struct Rows {
+    u64 a, b;
+};
+
+constexpr int PIECE = SLOT / 4;  // columns of two rows of two bytes
+template <class P>
+constexpr int pieces_of_rows() { return (P::K + PIECE - 1) / PIECE; }
+
+template <class P>
+__device__ __forceinline__ void feed_product(Walk& walk, const u64* t, u64 policy) {
+    constexpr int EACH = pieces_of_rows<P>(), ALL = EACH * P::PAIRS;
+    const Share mine = share(walk, P::ITEMS);
+    for (int round = 0; round < mine.count; round += WARPS) {
+        const int items = min(mine.count - round, WARPS);
+        for (int begin = 0; begin < items * ALL; begin += 32) {
+            // The pieces of a round's items take turns, so that all warps work at once.
+            const int e = begin + lane(), piece = e / items, column = piece % EACH * PIECE;
+            const Rows rows = P::rows(t, min(mine.first + (round + e % items) * BLOCKS, P::ITEMS - 1), min(piece / EACH, P::PAIRS - 1));
+            const u32 bytes = min(P::K - column, PIECE) * 2;
+            const bool one = EACH == 1 && rows.b == rows.a + bytes;
+            push(walk.piece + round * ALL + begin, min(items * ALL - begin, 32), rows.a + column * 2, rows.b + column * 2, one ? 2 * bytes : bytes,
+                 one ? 0 : bytes, policy);
+        }
+    }
+    done(walk, mine, P::ITEMS, ALL);
+}
+
+// ---- products
+
+// Two rows of a piece after the other, times the vector in shared memory; the sums are in every lane.
+template <int K>
+__device__ __forceinline__ void dot(u32 piece, u32 apart, float& a, float& b) {
+    Barriers& bars = barriers();
+    float a0 = 0.f, a1 = 0.f, b0 = 0.f, b1 = 0.f;
+    const uint4* x = (const uint4*)room() + lane();
+    auto step = [&](const uint4& w, const uint4& v, const uint4& y) {
+        const u32 ws[4] = {w.x, w.y, w.z, w.w}, vs[4] = {v.x, v.y, v.z, v.w}, ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            a0 = fmaf(low(ws[i]), low(ys[i]), a0);
+            b0 = fmaf(low(vs[i]), low(ys[i]), b0);
+            a1 = fmaf(high(ws[i]), high(ys[i]), a1);
+            b1 = fmaf(high(vs[i]), high(ys[i]), b1);
+        }
+    };
+    for (int left = K; left > 0; left -= PIECE) {
+        const u32 slot = piece % SLOTS;
+        // A slot that still waits for what it held before looks as if it were full: pieces must have been asked for.
+        while ((int)(bars.issued - piece) <= 0) {}
+        wait(shared(&bars.full[slot]), piece / SLOTS & 1);
+        const int columns = min(left, PIECE);
+        const uint4 *w = (const uint4*)(memory + slot * SLOT) + lane(), *v = w + columns / 8;
+        const int whole = columns / 256;
+#pragma unroll 4
+        for (int i = 0; i < whole; ++i) step(w[32 * i], v[32 * i], x[32 * i]);
+        if (K % 256 && columns % 256 && lane() * 8 < columns % 256) step(w[32 * whole], v[32 * whole], x[32 * whole]);
+        x += PIECE / 8;
+        __syncwarp();
+        if (lane() == 0) arrive(shared(&bars.empty[slot]));
+        piece += apart;
+    }
+    a0 += a1;
+    b0 += b1;
+#pragma unroll
+    for (int distance = 16; distance; distance /= 2) {
+        a0 += __shfl_xor_sync(~0u, a0, distance);
+        b0 += __shfl_xor_sync(~0u, b0, distance);
+    }
+    a = a0;
+    b = b0;
+}
+
+// A vector of K numbers into the room, and the sums of partials, N of them: packets, one for each warp of the grid, or plain numbers.
+template <int K, int N>
+__device__ __forceinline__ void receive_vector(u64 from, const u64* partials, float (&sums)[N > 0 ? N : 1], u32 now) {
+    constexpr int MINE = (K / 4 + THREADS - 1) / THREADS, EACH = (BLOCKS * WARPS / 2 + THREADS - 1) / THREADS, ALL = MINE + N * EACH;
+    static_assert(ALL <= 32, "too many lines for a thread");
+    Line lines[ALL] = {};
+    u64 at[ALL];
+    u32 wanted = 0;
+#pragma unroll
+    for (int j = 0; j < MINE; ++j) {
+        const int line = threadIdx.x + j * THREADS;
+        at[j] = from + line * 16;
+        if (line >= K / 4) continue;
+        if (from & AGO) {
+            wanted |= 1u << j;
+        } else {
+            const uint2 plain = *((const uint2*)from + line);
+            lines[j].first = plain.x;
+            lines[j].second = plain.y;
+        }
+    }
+    if constexpr (N > 0) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            sums[n] = 0.f;
+            if (!(partials[2 * n] & AGO))
+                for (int i = threadIdx.x; i < (int)partials[2 * n + 1]; i += THREADS) sums[n] += load_float(partials[2 * n], i);
+#pragma unroll
+            for (int j = 0; j < EACH; ++j) {
+                const int line = threadIdx.x + j * THREADS;
+                at[MINE + n * EACH + j] = partials[2 * n] + line * 16;
+                if (line < BLOCKS * WARPS / 2 && partials[2 * n] & AGO) wanted |= 1u << (MINE + n * EACH + j);
+            }
+        }
+    }
+    receive(lines, at, wanted, now);
+    if constexpr (N > 0) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int j = 0; j < EACH; ++j) {
+                const Line& line = lines[MINE + n * EACH + j];
+                sums[n] += __uint_as_float(line.first) + __uint_as_float(line.second);
+            }
+#pragma unroll
+            for (int distance = 16; distance; distance /= 2) sums[n] += __shfl_xor_sync(~0u, sums[n], distance);
+            if (lane() == 0) barriers().sums[n][warp()] = sums[n];
+        }
+    }
+    sync();  // nobody needs the vector of the last phase any more
+#pragma unroll
+    for (int j = 0; j < MINE; ++j) {
+        const int line = threadIdx.x + j * THREADS;
+        if (line < K / 4) *((uint2*)room() + line) = make_uint2(lines[j].first, lines[j].second);
+    }
+    if constexpr (N > 0) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            sums[n] = 0.f;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) sums[n] += barriers().sums[n][w];
+        }
+    }
+    sync();
+}
+
+template <class P>
+__device__ __forceinline__ void product(Walk& walk, const u64* t) {
+    constexpr int EACH = pieces_of_rows<P>(), ALL = EACH * P::PAIRS;
+    float stats[P::STATS > 0 ? P::STATS : 1], sinks[P::SINKS > 0 ? P::SINKS : 1] = {};
+    receive_vector<P::K, P::STATS>(t[0], t + 1, stats, walk.now);
+    const Share mine = share(walk, P::ITEMS);
+    for (int round = 0; round < mine.count; round += WARPS) {
+        const int items = min(mine.count - round, WARPS), place = (warp() + WARPS - walk.turn % WARPS) % WARPS;
+        if (place >= items) continue;
+        const u32 first = walk.piece + round * ALL + place;
+        P::item(t, mine.first + (round + place) * BLOCKS, stats, sinks, walk.now, [&](float (&a)[P::PAIRS], float (&b)[P::PAIRS]) {
+#pragma unroll
+            for (int pair = 0; pair < P::PAIRS; ++pair) dot<P::K>(first + items * EACH * pair, items, a[pair], b[pair]);
+        });
+    }
+    if constexpr (P::SINKS > 0) {
+#pragma unroll
+        for (int n = 0; n < P::SINKS; ++n) {
+            // Lanes have columns of their own in their sums.
+#pragma unroll
+            for (int distance = 16; distance; distance /= 2) sinks[n] += __shfl_xor_sync(~0u, sinks[n], distance);
+            if (lane() == 0) send(plain(t[P::FIRST_SINK + n]) + (blockIdx.x * WARPS + warp()) * 8, __float_as_uint(sinks[n]), walk.now);
+        }
+    }
+    done(walk, mine, P::ITEMS, ALL);
+}
+
+// ---- attention of one query of each head over the cache
+
+// t: query, new key, new value (packets), result (packets), cache of keys, of values, places, parts, tops
+enum { QUERY, NEW_KEY, NEW_VALUE, RESULT, KEYS, VALUES, PLACES, PARTS, TOPS };
+
+// How the positions of the cache that are seen are split: `tiles` tiles for each of `parts` warps, from position `first`; `place`: of the newest.
+template <class A>
+struct Splits {
+    int first, place, tiles, parts;
+
+    __device__ __forceinline__ Splits(const u64* t) {
+        place = (int)load_long(t[PLACES], 0);
+        first = A::WINDOW && place >= A::WINDOW ? place - A::WINDOW + 1 : 0;
+        const int all = (place - first + A::TILE - 1) / A::TILE;
+        tiles = (all + A::PARTS - 1) / A::PARTS;
+        parts = tiles ? (all + tiles - 1) / tiles : 1;
+    }
+};
+
+template <class A>
+__device__ __forceinline__ void feed_attention(Walk& walk, const u64* t, u64 policy) {
+    const Splits<A> splits(t);
+    const int count = A::GROUPS * splits.parts, all = 2 * splits.tiles;
+    const Share mine = share(walk, count);
+    for (int round = 0; round < mine.count; round += WARPS) {
+        const int items = min(mine.count - round, WARPS);
+        for (int begin = 0; begin < items * all; begin += 32) {
+            const int e = begin + lane(), item = mine.first + (round + e / 2 % items) * BLOCKS;
+            const int group = item / splits.parts / A::AGAIN, place = splits.first + (item % splits.parts * splits.tiles + e / 2 / items) * A::TILE;
+            const u32 bytes = max(0, min(splits.place - place, A::TILE)) * A::HEAD * 2;
+            const u64 from = t[e % 2 ? VALUES : KEYS] + ((i64)group * A::CONTEXT + place) * A::HEAD * 2;
+            push(walk.piece + round * all + begin, min(items * all - begin, 32), from, 0, bytes, 0, policy);
+        }
+    }
+    done(walk, mine, count, all);
+}
+
+// Some positions against the queries of a group: 8 numbers of a head in each lane.
+template <class A>
+struct Mixed {
+    static constexpr int LANES = A::HEAD / 8, STEP = 32 / LANES;
+    float query[A::QUERIES][8], sums[A::QUERIES][8], top[A::QUERIES], total[A::QUERIES];
+
+    template <int N>
+    __device__ __forceinline__ void add(const uint4 (&keys)[N], uint4 (&values)[N], const bool (&seen)[N]) {
+        float score[N][A::QUERIES];
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const u32 k[4] = {keys[i].x, keys[i].y, keys[i].z, keys[i].w};
+#pragma unroll
+            for (int g = 0; g < A::QUERIES; ++g) {
+                score[i][g] = 0.f;
+#pragma unroll
+                for (int e = 0; e < 8; ++e) score[i][g] = fmaf(e % 2 ? high(k[e / 2]) : low(k[e / 2]), query[g][e], score[i][g]);
+            }
+        }
+#pragma unroll
+        for (int distance = LANES / 2; distance; distance /= 2)
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+#pragma unroll
+                for (int g = 0; g < A::QUERIES; ++g) score[i][g] += __shfl_xor_sync(~0u, score[i][g], distance);
+#pragma unroll
+        for (int g = 0; g < A::QUERIES; ++g) {
+            float higher = top[g];
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                if (seen[i]) higher = fmaxf(higher, score[i][g]);
+            const float keep = exp2_(top[g] - higher);
+            top[g] = higher;
+            total[g] *= keep;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) sums[g][e] *= keep;
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                score[i][g] = seen[i] ? exp2_(score[i][g] - higher) : 0.f;
+                total[g] += score[i][g];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if (!seen[i]) values[i] = make_uint4(0, 0, 0, 0);  // whatever the slot held before
+            const u32 v[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+#pragma unroll
+            for (int e = 0; e < 8; ++e)
+#pragma unroll
+                for (int g = 0; g < A::QUERIES; ++g) sums[g][e] = fmaf(score[i][g], e % 2 ? high(v[e / 2]) : low(v[e / 2]), sums[g][e]);
+        }
+    }
+
+    // Lanes that had other positions, together.
+    __device__ __forceinline__ void merge() {
+#pragma unroll
+        for (int distance = LANES; distance < 32; distance *= 2)
+#pragma unroll
+            for (int g = 0; g < A::QUERIES; ++g) {
+                const float higher = fmaxf(top[g], __shfl_xor_sync(~0u, top[g], distance)), keep = exp2_(top[g] - higher);
+                top[g] = higher;
+                total[g] *= keep;
+                total[g] += __shfl_xor_sync(~0u, total[g], distance);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    sums[g][e] *= keep;
+                    sums[g][e] += __shfl_xor_sync(~0u, sums[g][e], distance);
+                }
+            }
+    }
+};
+
+template <class A>
+__device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, const Splits<A>& splits, int item, u32 piece, u32 apart) {
+    constexpr int LINES = A::HEAD / 4, ALL = ((A::QUERIES + 2) * LINES + 31) / 32, N = 4;
+    using M = Mixed<A>;
+    Barriers& bars = barriers();
+    const int group = item / splits.parts, part = item % splits.parts, head = group * A::QUERIES, shared_head = group / A::AGAIN;
+    const bool newest = part == splits.parts - 1;
+    unsigned char* const mine = room() + warp() * (A::QUERIES + 2) * A::HEAD * 2;
+    {
+        Line lines[ALL] = {};
+        u64 at[ALL];
+        u32 wanted = 0;
+#pragma unroll
+        for (int j = 0; j < ALL; ++j) {
+            const int line = lane() + 32 * j, vector = line / LINES;
+            at[j] = vector < A::QUERIES ? t[QUERY] + ((i64)head * LINES + line) * 16
+                                        : t[vector == A::QUERIES ? NEW_KEY : NEW_VALUE] + ((i64)shared_head * LINES + line % LINES) * 16;
+            if (vector < A::QUERIES || (newest && vector < A::QUERIES + 2)) wanted |= 1u << j;
+        }
+        receive(lines, at, wanted, walk.now);
+#pragma unroll
+        for (int j = 0; j < ALL; ++j)
+            if (lane() + 32 * j < (A::QUERIES + 2) * LINES) *((uint2*)mine + lane() + 32 * j) = make_uint2(lines[j].first, lines[j].second);
+        __syncwarp();
+    }
+    M mixed;
+    const int within = lane() % M::LANES, behind = lane() / M::LANES;
+#pragma unroll
+    for (int g = 0; g < A::QUERIES; ++g) {
+        const uint4 q = *((const uint4*)mine + g * M::LANES + within);
+        const u32 pairs[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            mixed.query[g][e] = (e % 2 ? high(pairs[e / 2]) : low(pairs[e / 2])) * A::scale();
+            mixed.sums[g][e] = 0.f;
+        }
+        mixed.top[g] = LOWEST;
+        mixed.total[g] = 0.f;
+    }
+    int place = splits.first + part * splits.tiles * A::TILE;
+    for (int tile = 0; tile < splits.tiles; ++tile, place += A::TILE) {
+        const u32 slot = piece % SLOTS, next = (piece + 1) % SLOTS;
+        while ((int)(bars.issued - piece) <= 1) {}
+        wait(shared(&bars.full[slot]), piece / SLOTS & 1);
+        wait(shared(&bars.full[next]), (piece + 1) / SLOTS & 1);
+        const uint4 *keys = (const uint4*)(memory + slot * SLOT) + lane(), *values = (const uint4*)(memory + next * SLOT) + lane();
+        for (int j = 0; j < A::TILE && place + j < splits.place; j += N * M::STEP) {
+            uint4 k[N], v[N];
+            bool seen[N];
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                k[i] = keys[(j / M::STEP + i) * 32];
+                v[i] = values[(j / M::STEP + i) * 32];
+                seen[i] = place + j + i * M::STEP + behind < splits.place;
+            }
+            mixed.add(k, v, seen);
+        }
+        __syncwarp();
+        if (lane() == 0) {
+            arrive(shared(&bars.empty[slot]));
+            arrive(shared(&bars.empty[next]));
+        }
+        piece += apart;
+    }
+    if (newest) {
+        const uint4 k[1] = {*((const uint4*)mine + A::QUERIES * M::LANES + within)};
+        uint4 v[1] = {*((const uint4*)mine + (A::QUERIES + 1) * M::LANES + within)};
+        const bool seen[1] = {behind == 0};
+        mixed.add(k, v, seen);
+    }
+    mixed.merge();
+    __syncwarp();
+#pragma unroll
+    for (int g = 0; g < A::QUERIES; ++g) {
+        const i64 at = (i64)(head + g) * A::PARTS + part;
+        if (lane() < M::LANES)
+#pragma unroll
+            for (int e = 0; e < 8; e += 2) send_two(t[PARTS] + (at * A::HEAD + within * 8 + e) * 8, mixed.sums[g][e], mixed.sums[g][e + 1], walk.now);
+        if (lane() == 0) send_two(t[TOPS] + at * 16, mixed.top[g], mixed.total[g], walk.now);
+    }
+}
+
+// The parts of 64 numbers of a head, two in each lane; warps share the parts, and their sums are added in order.
+template <class A>
+__device__ __forceinline__ void join_parts(const Walk& walk, const u64* t, int parts, int item) {
+    const int head = item / (A::HEAD / 64), column = item % (A::HEAD / 64) * 64 + lane() * 2;
+    float top = LOWEST, total = 0.f, first = 0.f, second = 0.f;
+    for (int begin = 0; begin < parts; begin += 2 * WARPS) {
+        Line lines[4] = {};
+        u64 at[4];
+        u32 wanted = 0;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int part = begin + warp() + j * WARPS;
+            const i64 place = (i64)head * A::PARTS + part;
+            at[j] = t[PARTS] + (place * A::HEAD + column) * 8;
+            at[2 + j] = t[TOPS] + place * 16;
+            if (part < parts) wanted |= 5u << j;
+        }
+        const u32 there = wanted;
+        receive(lines, at, wanted, walk.now);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            if (!(there >> j & 1)) continue;
+            const float its = __uint_as_float(lines[2 + j].first), higher = fmaxf(top, its), keep = exp2_(top - higher), weight = exp2_(its - higher);
+            total = total * keep + weight * __uint_as_float(lines[2 + j].second);
+            first = first * keep + weight * __uint_as_float(lines[j].first);
+            second = second * keep + weight * __uint_as_float(lines[j].second);
+            top = higher;
+        }
+    }
+    sync();  // queries lay where the sums will
+    float4* const all = (float4*)room();
+    all[threadIdx.x] = make_float4(top, total, first, second);
+    sync();
+    if (warp() == 0) {
+        float highest = LOWEST;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, all[w * 32 + lane()].x);
+        total = first = second = 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const float4 its = all[w * 32 + lane()];
+            const float weight = exp2_(its.x - highest);
+            total += weight * its.y;
+            first += weight * its.z;
+            second += weight * its.w;
+        }
+        send(plain(t[RESULT]) + ((i64)head * A::HEAD + column) / 2 * 8, pack(first / total, second / total), walk.now);
+    }
+}
+
+template <class A>
+__device__ __forceinline__ void attention(Walk& walk, const u64* t) {
+    const Splits<A> splits(t);
+    const int count = A::GROUPS * splits.parts, all = 2 * splits.tiles;
+    const Share mine = share(walk, count);
+    sync();  // queries go where the last vector lay
+    for (int round = 0; round < mine.count; round += WARPS) {
+        const int items = min(mine.count - round, WARPS), place = (warp() + WARPS - walk.turn % WARPS) % WARPS;
+        if (place >= items) continue;
+        attend_part<A>(walk, t, splits, mine.first + (round + place) * BLOCKS, walk.piece + round * all + 2 * place, 2 * items);
+    }
+    done(walk, mine, count, all);
+    for (int item = blockIdx.x; item < A::GROUPS * A::QUERIES * A::HEAD / 64; item += BLOCKS) join_parts<A>(walk, t, splits.parts, item);
+}
+
+// ---- the kernel: phases are written behind this text
+
+template <class Phases>
+__device__ __forceinline__ void run(const Table& table, u32* counter) {
+    Barriers& bars = barriers();
+    Walk walk;
+    const u32 steps = *(volatile u32*)counter;  // so far
+    walk.now = steps * PHASES + 1;              // goes round after 2^32 phases; packets are never that old
+    for (u32 i = threadIdx.x; i < SLOTS; i += blockDim.x) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(&bars.full[i])) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(&bars.empty[i])) : "memory");
+    }
+    if (threadIdx.x == 0) bars.issued = 0;
+    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    if (warp() == WARPS) {
+        Phases::feed(walk, table.at, read_once());
+    } else {
+        Phases::compute(walk, table.at);
+        sync();
+        // All blocks have read the number of steps when the last one ends.
+        if (threadIdx.x == 0 && atomicAdd(counter + 1, 1u) == BLOCKS - 1) {
+            counter[1] = 0;
+            __threadfence();
+            *(volatile u32*)counter = steps + 1;
+        }
+    }
+}

@@ -1,0 +1,179 @@
+"""OneKernel: phases of a plan as something to call with tensors: their memory, their table of addresses, their launch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from codetta.backends import cuda_phases, nvrtc
+from codetta.phases import Life
+from codetta.plan.target import Target, device_target, unit_count
+from codetta.runtime.launch import as_stored
+from codetta.stat import Stat
+from codetta.steps import Attend, Multiply, Phase, Vector, Whole
+
+PACKET = 8  # bytes: two numbers of a vector, or a sum, and the number of the step
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One place in the table: what a phase finds there, by its name."""
+
+    phase: Phase
+    name: str
+
+    @property
+    def kind(self) -> str:
+        return self.name.split()[0]
+
+    @property
+    def operand(self) -> str:
+        return self.name.split()[1]
+
+    @property
+    def vector(self) -> Vector | None:
+        """The vector that is handed over there, if it is one."""
+        phase = self.phase
+        if isinstance(phase, Attend):
+            named = {"query": phase.query, "new_key": phase.new[0], "new_value": phase.new[1], "result": phase.result}
+            return named.get(self.name)
+        match self.kind:
+            case "a":
+                found = phase.a
+            case "stat" | "operand":
+                found = phase.operands[self.operand]
+            case "send" | "sink":
+                found = phase.sends[self.operand]
+            case _:
+                return None
+        return found if isinstance(found, Vector) else None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether a tensor must be passed for it."""
+        made = ("count", "keep", "parts", "tops")
+        return self.vector is None and self.kind not in made
+
+
+class OneKernel:
+    """The phases of a step as one launch. Its memory is its own: calls follow each other on one stream."""
+
+    def __init__(self, whole: Whole, device: torch.device, target: Target | None = None, blocks: int = 0) -> None:
+        """target and blocks: those of a device that is not here, to see what would be compiled for it."""
+        self.whole, self.device = whole, device
+        target = target or device_target(device)
+        assert target is not None
+        self.target = target
+        self.blocks = blocks or unit_count(device)
+        widths = [each.program.k for each in whole.products]
+        self.ring, self.room = cuda_phases.ring_for(widths), cuda_phases.room_for(widths)
+        self.life = Life(whole.phases)
+        phases = [written(each, self.ring.slot, self.blocks) for each in whole.phases]
+        self.source = cuda_phases.kernel(phases, self.ring, self.room, self.blocks, target)
+        self.entries = [
+            Entry(phase, name) for phase, text in zip(whole.phases, phases, strict=True) for name in text.names
+        ]
+        self.numbers = {phase: number for number, phase in enumerate(whole.phases)}
+        self.given = [each for each in self.entries if each.is_given]
+        self.keeps = [each for each in self.entries if each.kind == "keep"]
+        self.memory: Tensor | None = None
+
+    def build(self) -> None:
+        nvrtc.compiled(self.source, self.target)
+
+    @cached_property
+    def kernel(self) -> nvrtc.Kernel:
+        return nvrtc.Kernel(self.source, "step", self.target, self.target.shared)
+
+    @property
+    def bytes(self) -> int:
+        """Of the memory that phases hand over in."""
+        return self.places[1]
+
+    def __call__(self, given: Sequence[Tensor | Stat]) -> list[Tensor]:
+        """given: what `self.given` names, in order. Returns what `self.keeps` names."""
+        if self.memory is None:
+            self.memory = torch.zeros(self.bytes // 8, dtype=torch.int64, device=self.device)
+            self.counter = torch.zeros(2, dtype=torch.int32, device=self.device)
+        tensors: dict[Entry, Tensor | Stat] = dict(zip(self.given, map(_as_read, self.given, given), strict=True))
+        results = [self._result(each) for each in self.keeps]
+        tensors |= dict(zip(self.keeps, results, strict=True))
+        places, _ = self.places
+        base, table = self.memory.data_ptr(), []
+        for entry in self.entries:
+            if entry.vector is not None:
+                table.append(base + places[entry.vector] + self.numbers[entry.phase] - self.life.made[entry.vector])
+            elif entry in tensors:
+                found = tensors[entry]
+                table.append((found.partials if isinstance(found, Stat) else found).data_ptr())
+            elif entry.kind == "count":
+                stat = tensors.get(Entry(entry.phase, f"stat {entry.operand}"))
+                table.append(stat.partials.numel() if isinstance(stat, Stat) else 0)
+            else:
+                table.append(base + places[entry])
+        arguments = (ctypes.c_uint64 * len(table))(*table), ctypes.c_void_p(self.counter.data_ptr())
+        with torch.cuda.device(self.device):
+            self.kernel(self.blocks, cuda_phases.THREADS, arguments)
+        return results
+
+    def _result(self, entry: Entry) -> Tensor:
+        assert isinstance(entry.phase, Multiply)
+        store = next(each for each in entry.phase.program.stores if each.name == entry.operand)
+        return torch.empty((1, store.cols), dtype=store.dtype, device=self.device)
+
+    @cached_property
+    def places(self) -> tuple[dict[Vector | Entry, int], int]:
+        """Where vectors and parts of attention lie, and how much that is in all. What all are done with makes room for others: the same
+        few lines are sent and read again and again, and stay in the cache of the device."""
+        places: dict[Vector | Entry, int] = {}
+        free: list[tuple[int, int, int]] = []  # from which phase on, bytes, place
+        end = 0
+
+        def take(key: Vector | Entry, size: int, made: int, released: int) -> None:
+            nonlocal end
+            size = -(-size // 128) * 128
+            fitting = [each for each in free if each[0] <= made and each[1] == size]
+            if fitting:
+                free.remove(fitting[0])
+                place = fitting[0][2]
+            else:
+                place, end = end, end + size
+            places[key] = place
+            free.append((released, size, place))
+
+        for number, phase in enumerate(self.whole.phases):
+            for entry in (each for each in self.entries if each.phase is phase):
+                vector = entry.vector
+                if vector is not None and vector not in places and self.life.made[vector] == number:
+                    count = vector.cols // 2 if vector.cols else self.blocks * cuda_phases.WARPS
+                    take(vector, count * PACKET, number, self.life.released(self.life.read[vector]))
+                elif isinstance(phase, Attend) and entry.kind in ("parts", "tops"):
+                    head = phase.result.cols // phase.heads
+                    pairs = cuda_phases.pairs_of(phase.heads, phase.caches[0].meta["val"].shape[1])
+                    each = head if entry.kind == "parts" else 2
+                    size = phase.heads * cuda_phases.parts_of(pairs, self.blocks) * each * PACKET
+                    take(entry, size, number, self.life.released(number))
+        return places, end
+
+
+def written(phase: Phase, slot: int, blocks: int) -> cuda_phases.Phase:
+    """The text of a phase."""
+    if isinstance(phase, Attend):
+        _, groups, context, head = phase.caches[0].meta["val"].shape
+        return cuda_phases.attention(phase.heads, groups, head, context, phase.window, phase.scale, slot, blocks)
+    contexts = {name: each.meta["val"].shape[2] for name, each in phase.launch.appends.items()}
+    return cuda_phases.product(phase.program, frozenset(phase.sends), frozenset(phase.keeps), contexts)
+
+
+def _as_read(entry: Entry, given: Tensor | Stat) -> Tensor | Stat:
+    """A tensor as a phase reads it: rows that follow each other."""
+    if isinstance(given, Stat) or entry.kind == "cache" or isinstance(entry.phase, Attend):
+        return given
+    if entry.kind == "weight":
+        given = as_stored(given, entry.phase.program.products[int(entry.operand)])
+    return given.contiguous()
