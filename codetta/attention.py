@@ -7,6 +7,7 @@ asked, at every call, which kernel it would take (so that `torch.nn.attention.sd
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -31,12 +32,11 @@ class Attention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | str | None) -> Tensor:
         matrix, causal = self._mask(query, mask)
-        if query.is_cuda and (not causal or query.shape[-2] == 1) and _any_kernel():
-            from codetta.backends import triton_attention
-
-            if triton_attention.takes(query, key, value, matrix):
-                scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-                return triton_attention.attend(query, key, value, matrix, scale)
+        few = _of_few(query) if (not causal or query.shape[-2] == 1) and _any_kernel() else None
+        if few is not None and few.takes(query, key, value, matrix):
+            scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+            found: Tensor = few.attend(query, key, value, matrix, scale)
+            return found
         if self._repeats(query, matrix):
             return self._repeated()(query, *_repeat(query, key, value), mask)
         return F.scaled_dot_product_attention(
@@ -133,6 +133,19 @@ class Attention:
             found = aten._fused_sdp_choice(*leaves, mask, 0.0, causal, scale=self.scale, enable_gqa=self.grouped)
         known = (FLASH, CUDNN) if query.is_cuda else (FLASH,)
         return found if found in known else OTHER
+
+
+def _of_few(query: Tensor) -> ModuleType | None:
+    """Who has a kernel of our own for a few queries over a cache, on the device at hand."""
+    if query.is_cuda:
+        from codetta.backends import triton_attention
+
+        return triton_attention
+    if query.device.type == "cpu":
+        from codetta.backends import cpu_attention
+
+        return cpu_attention
+    return None
 
 
 def _any_kernel() -> bool:

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 from importlib import metadata
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -290,6 +290,7 @@ def decode(
     batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be repeated.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="Tokens before the next one; may be repeated.")] = None,
     layers: Annotated[int, typer.Option(help="Give the models so many layers; default: as published.")] = 0,
+    dtype: Dtype = None,
     only: Contenders = None,
     device: Device = "",
     rounds: Rounds = 3,
@@ -301,23 +302,28 @@ def decode(
 
     where = pick_device(device)
     names = model or (["llama-7b"] if where.type == "cuda" else ["tiny"])
-    jobs = [(name, size, length) for name in names for size in batch or [1] for length in context or [512]]
-    if any(size < 1 or length < 1 for _, size, length in jobs):
+    kinds = dtype or ["bf16"]
+    if not set(kinds) <= set(DTYPES):
+        raise ArgumentError("dtype", f"{kinds} are not all known", f"use some of {', '.join(DTYPES)}")
+    jobs = list(product(names, kinds, batch or [1], context or [512]))
+    if any(size < 1 or length < 1 for _, _, size, length in jobs):
         raise ArgumentError("batch or context", "is less than 1", "pass positive numbers")
     console, record = screen(as_json), Record("decode", device_name(where), "codetta " + " ".join(sys.argv[1:]))
     record.ceilings = ceilings(where)
     with bar("models", len(jobs)) as advance:
-        for name, size, length in jobs:
+        for name, kind, size, length in jobs:
             rows = measure_decode(
-                name, where, size, length, record.ceilings["read_tbs"], known(only, IMPLEMENTATIONS), layers, rounds
-            )
+                name, where, size, length, record.ceilings["read_tbs"], known(only, IMPLEMENTATIONS), layers, rounds, DTYPES[kind],
+            )  # fmt: skip
             record.rows += rows
-            advance(f"{name}, {size} x {length}")
+            advance(f"{name}, {kind}, {size} x {length}")
             if out is not None:
                 record.part(rows).append_to(out)
     console.print(
         plain_table(
-            record, ("model", "batch", "context", "impl", "ms", "stream_share", "kl"), "a token; kl: against eager fp32"
+            record,
+            ("model", "dtype", "batch", "context", "impl", "ms", "stream_share", "kl"),
+            "a token; kl: against eager fp32",
         )
     )
     finish(as_json, record.json())

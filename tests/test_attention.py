@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import codetta
 from codetta.attention import Attention
-from codetta.backends import triton_attention
+from codetta.backends import cpu_attention, cpu_build, triton_attention
 from codetta.capture.kinds import packet_of
 from codetta.integrations.dynamo import backend_of
 from codetta.steps import Run
@@ -176,16 +178,22 @@ def test_norms_before_attention(how: str) -> None:
     assert any("its argument, as it is" in each for each in reasons) == (how == "plain")
 
 
-# ---- a few queries over a cache: the kernel of our own, in the interpreter or on a GPU ----------------------------------------
+# ---- a few queries over a cache: kernels of our own, a GPU's (without one in the interpreter) and the CPU's ---------------------
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GPU = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def cached(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+@pytest.fixture(params=[triton_attention, cpu_attention], ids=["triton", "cpu"])
+def few(request: pytest.FixtureRequest) -> ModuleType:
+    found: ModuleType = request.param
+    return found
+
+
+def cached(few: ModuleType, sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     batch, heads, groups, length, depth, context, width = sizes
     torch.manual_seed(0)
     shapes = (batch, heads, length, depth), (batch, groups, context, depth), (batch, groups, context, width)
-    return [torch.randn(shape).to(DEVICE, dtype) for shape in shapes]
+    return [torch.randn(shape).to(GPU if few is triton_attention else "cpu", dtype) for shape in shapes]
 
 
 def seen(kind: str, query: Tensor, key: Tensor) -> Tensor | None:
@@ -205,7 +213,7 @@ def seen(kind: str, query: Tensor, key: Tensor) -> Tensor | None:
         "queries": (places <= ends[:, :, None] - torch.arange(length)[:, None]).unsqueeze(1) | (places == 0),
     }
     mask = masks[kind]
-    return None if mask is None else mask.to(DEVICE)
+    return None if mask is None else mask.to(query.device)
 
 
 def exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -220,32 +228,32 @@ def exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> T
 @pytest.mark.parametrize(
     "sizes", [(1, 4, 2, 1, 16, 100, 16), (2, 8, 2, 1, 64, 131, 64), (3, 4, 4, 2, 96, 65, 96), (1, 6, 1, 3, 40, 1, 24)]
 )
-def test_a_few_queries(sizes: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
-    query, key, value = cached(sizes, dtype)
+def test_a_few_queries(few: ModuleType, sizes: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
+    query, key, value = cached(few, sizes, dtype)
     mask = seen(kind, query, key)
-    assert triton_attention.takes(query, key, value, mask)
-    found = triton_attention.attend(query, key, value, mask, query.shape[-1] ** -0.5)
+    assert few.takes(query, key, value, mask)
+    found = few.attend(query, key, value, mask, query.shape[-1] ** -0.5)
     truth = exactly(query, key, value, mask)
     limit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
     assert (found.double() - truth).norm() <= limit * truth.norm()
-    assert found.equal(triton_attention.attend(query, key, value, mask, query.shape[-1] ** -0.5))
+    assert found.equal(few.attend(query, key, value, mask, query.shape[-1] ** -0.5))
 
 
-def test_who_sees_nothing_gets_zeros() -> None:
-    query, key, value = cached((2, 4, 2, 1, 16, 70, 16), torch.float32)
-    mask = torch.zeros(2, 1, 1, 70, dtype=torch.bool, device=DEVICE)
+def test_who_sees_nothing_gets_zeros(few: ModuleType) -> None:
+    query, key, value = cached(few, (2, 4, 2, 1, 16, 70, 16), torch.float32)
+    mask = torch.zeros(2, 1, 1, 70, dtype=torch.bool, device=query.device)
     mask[1, ..., 3] = True
-    found = triton_attention.attend(query, key, value, mask, 0.25)
+    found = few.attend(query, key, value, mask, 0.25)
     assert not found[0].any()
     torch.testing.assert_close(found[1], value[1, :, 3:4].repeat_interleave(2, 0))
 
 
-def test_what_nobody_sees_is_not_read() -> None:
+def test_what_nobody_sees_is_not_read(few: ModuleType) -> None:
     """A cache holds whatever was there before."""
-    query, key, value = cached((2, 4, 2, 1, 16, 200, 16), torch.float32)
+    query, key, value = cached(few, (2, 4, 2, 1, 16, 200, 16), torch.float32)
     mask = seen("windows", query, key)
     assert mask is not None
-    want = triton_attention.attend(query, key, value, mask, 0.25)
+    want = few.attend(query, key, value, mask, 0.25)
     hidden = ~mask.any(2).any(1)
     for each in (key, value):
         each.transpose(1, 2)[hidden] = torch.inf
@@ -253,22 +261,78 @@ def test_what_nobody_sees_is_not_read() -> None:
     first = hidden.long().argmin(1)  # positions before the first and behind the last that is seen
     last = hidden.shape[1] - hidden.long().flip(1).argmin(1)
     assert all(bool(hidden[at, : first[at]].all()) and bool(hidden[at, last[at] :].all()) for at in range(2))
-    found = triton_attention.attend(query, key, value, mask, 0.25)
+    found = few.attend(query, key, value, mask, 0.25)
     torch.testing.assert_close(found, want)
 
 
-def test_a_cache_that_lies_otherwise() -> None:
+def test_a_cache_that_lies_otherwise(few: ModuleType) -> None:
     """Rows before heads in memory, and a part of a longer cache."""
-    query, key, value = cached((2, 4, 2, 1, 16, 90, 16), torch.float32)
+    query, key, value = cached(few, (2, 4, 2, 1, 16, 90, 16), torch.float32)
     turned = [each.transpose(1, 2).contiguous().transpose(1, 2)[:, :, 5:75] for each in (key, value)]
-    found = triton_attention.attend(query, *turned, None, 0.25)
-    torch.testing.assert_close(found.double(), exactly(query, *turned, None))
+    found = few.attend(query, *turned, None, 0.25)
+    torch.testing.assert_close(found, exactly(query, *turned, None).float())
 
 
-def test_what_the_kernel_leaves_to_others() -> None:
-    query, key, value = cached((1, 4, 2, 1, 16, 8, 16), torch.float32)
-    assert not triton_attention.takes(query.double(), key.double(), value.double(), None)
-    assert not triton_attention.takes(query.expand(-1, -1, 17, -1), key, value, None)  # more queries than a few
-    assert not triton_attention.takes(query[:, :3], key, value, None)
-    assert not triton_attention.takes(query[:0], key[:0], value[:0], None)
-    assert not triton_attention.takes(query, key[:, :, :0], value[:, :, :0], None)
+def test_what_the_kernel_leaves_to_others(few: ModuleType) -> None:
+    query, key, value = cached(few, (1, 4, 2, 1, 16, 8, 16), torch.float32)
+    assert not few.takes(query.double(), key.double(), value.double(), None)
+    assert not few.takes(query.expand(-1, -1, 17, -1), key, value, None)  # more queries than a few
+    assert not few.takes(query[:, :3], key, value, None)
+    assert not few.takes(query[:0], key[:0], value[:0], None)
+    assert not few.takes(query, key[:, :, :0], value[:, :, :0], None)
+
+
+def test_many_parts_and_threads() -> None:
+    """Parts of a long context are joined in its order, however many threads there are."""
+    query, key, value = cached(cpu_attention, (2, 6, 2, 2, 32, 1301, 48), torch.bfloat16)
+    for kind in ("none", "lengths", "windows", "queries"):
+        mask = seen(kind, query, key)
+        before, results = torch.get_num_threads(), []
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            results.append(cpu_attention.attend(query, key, value, mask, 32**-0.5))
+        torch.set_num_threads(before)
+        assert all(each.equal(results[0]) for each in results[1:])
+        truth = exactly(query, key, value, mask)
+        assert (results[0].double() - truth).norm() <= 2.0**-7 * truth.norm()
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "strided"])
+def test_masks_of_any_type(kind: str) -> None:
+    """Numbers of another type than the queries', and a mask whose positions do not lie side by side."""
+    query, key, value = cached(cpu_attention, (2, 4, 2, 3, 16, 70, 16), torch.float32)
+    mask = torch.randn(2, 4, 3, 70)
+    mask[..., 40:] = -torch.inf
+    mask = mask.transpose(1, 3).contiguous().transpose(1, 3) if kind == "strided" else mask.to(getattr(torch, kind))
+    found = cpu_attention.attend(query, key, value, mask, 0.25)
+    torch.testing.assert_close(found.double(), exactly(query, key, value, mask), rtol=1e-5, atol=1e-5)
+
+
+def test_portable_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same without any instructions of this processor's own."""
+    monkeypatch.setattr(cpu_build, "_machine_flags", lambda: ())
+    library = cpu_build.load_attention()
+    monkeypatch.setattr(cpu_attention, "_kernel", lambda: library)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)):
+        query, key, value = cached(cpu_attention, (2, 4, 2, 1, 40, 67, 32), dtype)
+        for kind in ("none", "windows", "added", "heads"):
+            mask = seen(kind, query, key)
+            truth = exactly(query, key, value, mask)
+            found = cpu_attention.attend(query, key, value, mask, 40**-0.5)
+            assert (found.double() - truth).norm() <= limit * truth.norm()
+
+
+def test_who_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few queries on the CPU are ours, unless somebody insists on a kernel of PyTorch's, or there is no compiler."""
+    query, key, value = cached(cpu_attention, (1, 4, 2, 1, 16, 20, 16), torch.float32)
+    mask, calls = seen("lengths", query, key), []
+    attend = cpu_attention.attend
+    monkeypatch.setattr(cpu_attention, "attend", lambda *given: calls.append(1) or attend(*given))
+    how = Attention(False, None, True)
+    want = how(query, key, value, mask)
+    assert calls == [1]
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.testing.assert_close(how(query, key, value, mask), want)
+    monkeypatch.setattr(cpu_attention, "_kernel", lambda: None)
+    torch.testing.assert_close(how(query, key, value, mask), want)
+    assert calls == [1]

@@ -68,6 +68,17 @@ def test_bench_kernels(tmp_path: Path) -> None:
     assert json.loads(out.read_text()) == record
 
 
+def test_bench_decode() -> None:
+    pytest.importorskip("transformers")
+    words = "bench decode --model tiny --layers 1 --batch 2 --context 16 --dtype fp32 --dtype bf16 --only eager --only codetta --rounds 1 --device cpu --json"
+    rows = run(*words.split())["rows"]
+    assert [(row["dtype"], row["impl"]) for row in rows] == [
+        (dtype, each) for dtype in ("float32", "bfloat16") for each in ("eager", "codetta")
+    ]
+    assert all(row["ms"] > 0 and row["stream_share"] > 0 and row["layers"] == 1 for row in rows)
+    assert all(abs(row["kl"]) < (1e-9 if row["dtype"] == "float32" else 1e-3) for row in rows)
+
+
 def test_default_sizes() -> None:
     gpu, cpu = (KernelBench(torch.device(kind)).jobs() for kind in ("cuda", "cpu"))
     assert {(d, f) for d, f, *_ in gpu} == {(2048, 8192), (4096, 14336), (8192, 28672)}
@@ -98,6 +109,7 @@ def test_cache_is_cleared() -> None:
         ("bench kernels --sizes 100,7", "multiple of 64"),
         ("bench kernels --dtype fp8", "fp8"),
         ("bench kernels --device tpu", "tpu"),
+        ("bench decode --dtype fp8", "fp8"),
         ("bench kernels --rounds 0", "positive"),
         ("tune --device cpu", "nothing to tune"),
     ],

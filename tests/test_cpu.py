@@ -88,6 +88,10 @@ def test_product(dtype: torch.dtype, layout: str) -> None:
         (17, 96, 64),
         (130, 65, 47),
         (300, 1, 33),
+        # Rows too long for their columns to be taken one by one.
+        (1, 7, 4111),
+        (3, 6, 2053),
+        (11, 9, 521),
     ]
     for m, n, k in sizes:
         a, w = rand(m, k, dtype=dtype), rand(n, k, dtype=dtype, scale=k**-0.5)
@@ -96,6 +100,16 @@ def test_product(dtype: torch.dtype, layout: str) -> None:
         if layout in ("kn", "tn"):
             w = w.T.contiguous().T
         check(plain, a, w, bits=m < 20)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
+    """Up to 16 rows, whether columns are taken one by one or four at a time."""
+    for k in (67, 700, 5003):
+        a, w = rand(16, k, dtype=dtype), rand(13, k, dtype=dtype)
+        alone = torch.cat([ct.epilogue(plain)(a[row : row + 1], w)[0] for row in range(16)])
+        for rows in (2, 3, 7, 16):
+            assert torch.equal(ct.epilogue(plain)(a[:rows], w)[0], alone[:rows])
 
 
 def test_strided_product() -> None:

@@ -1,7 +1,7 @@
 """C++ text -> a loaded library: finds the compiler, builds once, keeps the result in the cache.
 
 The main loop is one library for each element type, the epilogues of a program another, so that a new program costs a fraction of
-a second. This file knows compilers and files, not programs.
+a second. Attention over a cache is a library of its own. This file knows compilers and files, not programs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from codetta.runtime.cache import Cache, key_of
 HERE = Path(__file__).parent
 HEADERS = ("cpu_runtime.h", "cpu_math.h")
 MAIN_LOOP = ("cpu_gemm.cpp", "cpu_drive.h")
+ATTENTION = ("cpu_attention.cpp",)
 COMPILERS = ("g++", "c++", "clang++")
 # -fno-trapping-math and -fno-math-errno change no value: they only free the order and the vector forms of operations.
 FLAGS = ("-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-w")
@@ -112,11 +113,21 @@ def build_epilogues(source: str, tools: Toolchain) -> Path:
 
 def build_main_loop(element: str, tools: Toolchain) -> Path:
     """The library of the main loop for one element type."""
+    return _build_threaded(MAIN_LOOP, tools, f"-DELEMENT={element}")
+
+
+def build_attention(tools: Toolchain) -> Path:
+    """The library of attention over a cache, for all element types."""
+    return _build_threaded(ATTENTION, tools)
+
+
+def _build_threaded(names: tuple[str, ...], tools: Toolchain, *chosen: str) -> Path:
+    """The library of the first of these files, which has loops that threads share."""
 
     def build(path: Path) -> None:
         compiled = str(path.with_suffix(".o"))
-        flags = [*FLAGS, *MAIN_LOOP_FLAGS, *tools.machine, f"-DELEMENT={element}"]
-        command = [*tools.command, *flags, "-c", str(HERE / MAIN_LOOP[0]), "-o", compiled]
+        flags = [*FLAGS, *MAIN_LOOP_FLAGS, *tools.machine, *chosen]
+        command = [*tools.command, *flags, "-c", str(HERE / names[0]), "-o", compiled]
         link = [*tools.command, "-shared", compiled, "-o", str(path)]
         try:
             _run([*command, "-fopenmp"])
@@ -126,8 +137,9 @@ def build_main_loop(element: str, tools: Toolchain) -> Path:
             _run(command)  # a compiler without OpenMP: one thread
             _run(link)
 
-    texts = _texts(HEADERS + MAIN_LOOP)
-    key = key_of(element=element, headers=texts, tools=tools, flags=FLAGS + MAIN_LOOP_FLAGS)
+    key = key_of(
+        source=names[0], headers=_texts(HEADERS + names), tools=tools, flags=(*FLAGS, *MAIN_LOOP_FLAGS, *chosen)
+    )
     return Cache("cpu").get_file(key, build, suffix=".so")
 
 
@@ -169,6 +181,13 @@ def load(source: str, element: str) -> Library:
     main_loop.codetta_first_outside.argtypes = [ctypes.c_void_p] + [ctypes.c_int64] * 4
     main_loop.codetta_first_outside.restype = ctypes.c_int64
     return Library(ctypes.addressof(ctypes.c_char.in_dll(epilogues, "codetta_plan")), main_loop, epilogues)
+
+
+def load_attention() -> ctypes.CDLL:
+    with _loading:
+        library = _open(build_attention(toolchain()))
+    library.codetta_attend.argtypes = [ctypes.c_void_p]
+    return library
 
 
 def _open(path: Path) -> ctypes.CDLL:

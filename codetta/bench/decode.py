@@ -36,12 +36,13 @@ def measure_decode(
     implementations: tuple[str, ...] = IMPLEMENTATIONS,
     layers: int = 0,
     rounds: int = 3,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> list[Row]:
     """One row for each contender: milliseconds from token to token with so much context, and the share of the read stream that the bytes
     of weights and cache make of it."""
     if name in SHAPES and not SHAPES[name].model.endswith(("CausalLM", "LMHeadModel")):
         raise ArgumentError("model", f"{name!r} writes no text", "use a causal language model")
-    model = build(name, device, torch.bfloat16, layers)
+    model = build(name, device, dtype, layers)
     causal = Causal(model)
     _, keys, values = causal.prompt(torch.zeros((1, 1), dtype=torch.int64, device=device))
     slots = causal.slots(batch, context, keys, values)
@@ -66,6 +67,7 @@ def measure_decode(
             "layers": model.config.num_hidden_layers,
             "batch": batch,
             "context": context,
+            "dtype": str(dtype).removeprefix("torch."),
             "impl": each,
         }
         row |= {
