@@ -111,7 +111,7 @@ class Decoder:
             return found
 
         def likeliest() -> Tensor:
-            return tokens.copy_(likeliest_of(logits()))
+            return likeliest_of(logits(), tokens)
 
         kept = [slots.places, tokens]
         return _Room(slots, tokens, Recorded(logits, kept), Recorded(likeliest, kept), step)

@@ -78,6 +78,10 @@ class _Phases:
             self._take(step)
         if not any(isinstance(each, Attend) for each in self.phases):
             raise _RefusedError("a step of a decoder", "nothing here is attention over a cache")
+        places = {_origin(each.args[1]) for each in self.rows}
+        places |= {each.places for each in self.phases if isinstance(each, Attend)}
+        if len(places) > 1:
+            raise _RefusedError("one place", "rows are appended at several")
         life = Life(self.phases)
         if any(read - life.made[each] > cuda_phases.MOST_AGO for each, read in life.read.items()):
             raise _RefusedError("phases that are near", "a vector is read long after it was made")
@@ -93,7 +97,9 @@ class _Phases:
                 maker, name = self.makers[step.value.node, step.dtype]
                 if name not in maker.keeps:
                     maker.keeps.append(name)
-        steps = [*self.before, Whole(self.phases, self.vectors), *reversed(kept)]
+        whole = Whole(self.phases, self.vectors)
+        wanted |= {each for phase in self.phases for each in self._given(phase)}
+        steps = [*_needed(self.before, wanted, self.graph), whole, *reversed(kept)]
         return Plan(steps, self.graph, len(steps), self.old.again)
 
     def _take(self, step: Step) -> None:
@@ -123,6 +129,16 @@ class _Phases:
     def _vector(self, cols: int) -> Vector:
         self.vectors.append(Vector(len(self.vectors), cols))
         return self.vectors[-1]
+
+    def _given(self, phase: Phase) -> Iterator[fx.Node]:
+        """Tensors of the graph that a phase reads."""
+        if isinstance(phase, Attend):
+            yield from (phase.places, *phase.caches)
+            return
+        for source in (phase.a, *phase.operands.values()):
+            if isinstance(source, Source) and source.kind == "leaf":
+                yield self.graph.leaves[source.name].source
+        yield from (each.args[0] for each in phase.launch.appends.values())  # type: ignore[misc]
 
     # ---- products
 
@@ -223,6 +239,23 @@ def _read(phase: Phase) -> list[Vector]:
     if isinstance(phase, Attend):
         return [phase.query, *phase.new]
     return [each for each in (phase.a, *phase.operands.values()) if isinstance(each, Vector)]
+
+
+def _needed(steps: list[Step], wanted: set[fx.Node], graph: Any) -> list[Step]:
+    """Those of the steps that somebody needs: no mask has to be made for attention that knows its place."""
+    wanted, kept = set(wanted), []
+    for step in reversed(steps):
+        if isinstance(step, Present | Run | Mask) and step.target not in wanted:
+            continue
+        if isinstance(step, Region):
+            step = step.needed(wanted)
+        elif isinstance(step, Fixed):
+            step = Fixed(step.makes.needed(wanted), step.lasting)
+        if isinstance(step, Region | Fixed) and not (step.makes if isinstance(step, Fixed) else step).outputs:
+            continue
+        kept.append(step)
+        wanted |= {each for each in _reads(step, graph) if isinstance(each, fx.Node)}
+    return kept[::-1]
 
 
 def _named(program: Any) -> set[str]:

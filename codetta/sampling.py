@@ -67,14 +67,15 @@ class Sampling:
         return self.temperature == 0
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """The column of the largest logit of each row, the first of equals."""
+def likeliest(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """The column of the largest logit of each row, the first of equals; stored in `out`, where that is given."""
     if logits.is_cuda and logits.dim() == 2 and logits.numel():
         from codetta.backends import triton_argmax
 
         if logits.dtype in triton_argmax.DTYPES:
-            return triton_argmax.argmax(logits)
-    return logits.argmax(-1)
+            return triton_argmax.argmax(logits, out)
+    found = logits.argmax(-1)
+    return found if out is None else out.copy_(found)
 
 
 def choose(logits: Tensor, sampling: Sampling, step: Tensor, rows: Tensor, seen: Tensor | None) -> Tensor:

@@ -79,6 +79,17 @@ class Region:
     inputs: list[fx.Node]
     outputs: list[fx.Node]
 
+    def needed(self, wanted: set[fx.Node]) -> Region:
+        """What of it is needed for some of its outputs."""
+        outputs = [each for each in self.outputs if each in wanted]
+        found = set(outputs)
+        for each in reversed(self.nodes):
+            if each in found:
+                found |= set(each.all_input_nodes)
+        return Region(
+            [each for each in self.nodes if each in found], [each for each in self.inputs if each in found], outputs
+        )
+
 
 @dataclass(eq=False)
 class Mask:

@@ -25,8 +25,9 @@ MOST_AGO = 7  # phases that a vector is waited for, as in whole.cu
 WARPS = 8  # that compute
 THREADS = 32 * (WARPS + 1)
 MOST_QUERIES = 4  # of heads that share keys, in one warp
+TILE = 32  # positions of the cache in a piece: twice as many keep a warp busy for longer than the others wait for
 MOST_LINES = 32  # that a thread receives at once
-BARRIERS = 4096  # bytes of shared memory beside slots and vectors
+BESIDE, BARRIER = 256, 16  # bytes of shared memory beside slots, vectors and the table; and of a slot's barriers
 FASTER = ("sm_90",)  # measured there, docs/log.md
 LIBRARY, MACHINE = (Path(__file__).with_name(name) for name in ("whole.cu", "whole_machine.cu"))
 
@@ -140,7 +141,10 @@ def product(program: Program, sends: frozenset[str], keeps: frozenset[str], cont
     for each in stats:
         names += [f"stat {each.name}", f"count {each.name}"]
     names += [f"weight {number}" for number in range(len(program.products))]
-    names += [f"operand {each.name}" for each in program.operands if not each.stat]
+    loaded = {
+        node.attr("name") for segment in program.segments for node in segment.nodes if node.op in ("load", "load_int")
+    }
+    names += [f"operand {each.name}" for each in program.operands if each.name in loaded and not each.stat]
     for store in program.stores:
         names += [f"send {store.name}"] if store.name in sends else []
         names += [f"cache {store.name}"] if store.row_index else [f"keep {store.name}"] if store.name in keeps else []
@@ -152,7 +156,7 @@ def product(program: Program, sends: frozenset[str], keeps: frozenset[str], cont
         writer = _Segment(program, segment, number, begin, pairs, tuple(names), contexts)
         end = begin + segment.cols // writer.columns
         rows += [f"if (item < {end}) {{", *_indented(writer.rows()), "}"]
-        items += [f"if (item < {end}) return segment_{number}(t, item - {begin}, stats, sinks, now, dot);"]
+        items += [f"if (item < {end}) return segment_{number}(t, item - {begin}, stats, sinks, walk, dot);"]
         functions += writer.function()
         begin = end
     text = [
@@ -164,7 +168,7 @@ def product(program: Program, sends: frozenset[str], keeps: frozenset[str], cont
         "    }",
         *_indented(functions),
         "    template <class Dot>",
-        "    static __device__ __forceinline__ void item(const u64* t, int item, const float* stats, float* sinks, u32 now, Dot&& dot) {",
+        "    static __device__ __forceinline__ void item(const u64* t, int item, const float* stats, float* sinks, const Walk& walk, Dot&& dot) {",
         *_indented(_indented(items)),
         "    }",
         "};",
@@ -223,7 +227,7 @@ class _Segment:
             for value in self.program.sinks[sink].values:
                 lines.append(f"if (lane() < {self.columns}) sinks[{sink}] += {named[id(value)]};")
         head = f"static __device__ __forceinline__ void segment_{self.number}"
-        arguments = "const u64* t, int item, const float* stats, float* sinks, u32 now, Dot&& dot"
+        arguments = "const u64* t, int item, const float* stats, float* sinks, const Walk& walk, Dot&& dot"
         return ["template <class Dot>", f"{head}({arguments}) {{", *_indented(lines), "}"]
 
     def _acc(self, strip: int) -> str:
@@ -246,7 +250,7 @@ class _Segment:
             column = _framed("c", node.attr("frame"))
             column = f"({column}) % {operand.period}" if operand.period else column
         if is_peeked(operand):
-            named[id(node)] = f"{name}.value(now)"
+            named[id(node)] = f"{name}.value(walk.now)"
             return [f"Peek {name}({place}, {column});"]
         named[id(node)] = name
         kind = "float" if operand.dtype.is_floating_point else "i64"
@@ -257,7 +261,7 @@ class _Segment:
         kind = TYPES[node.dtype]
         match node.op:
             case "load" | "load_int":
-                if named[id(node)].endswith(".value(now)"):  # waited for once
+                if named[id(node)].endswith(".value(walk.now)"):  # waited for once
                     lines.append(f"const float {name} = {named[id(node)]};")
                     named[id(node)] = name
                 return
@@ -286,12 +290,11 @@ class _Segment:
         value, column, count = named[id(piece.value)], _framed("c", piece.frame), self.columns
         lines = []
         if f"send {store.name}" in self.names:
-            lines.append(f"put<{count}>({self.at(f'send {store.name}')}, {column}, {value}, now);")
+            lines.append(f"put<{count}>({self.at(f'send {store.name}')}, {column}, {value}, walk.now);")
         if f"keep {store.name}" in self.names:
             lines.append(f"put_plain<{count}>({self.at(f'keep {store.name}')}, {column}, {value});")
         if store.row_index:
-            place = f"load_long({self.at(f'operand {store.row_index}')}, 0)"
-            at = f"((i64)(({column}) / {store.head}) * {self.contexts[store.name]} + {place}) * {store.head} + ({column}) % {store.head}"
+            at = f"((i64)(({column}) / {store.head}) * {self.contexts[store.name]} + walk.place) * {store.head} + ({column}) % {store.head}"
             lines.append(f"put_cache<{count}>({self.at(f'cache {store.name}')}, {at}, {value});")
         return lines
 
@@ -312,7 +315,7 @@ def attention(
     queries, parts = heads // pairs, parts_of(pairs, blocks)
     text = f"""struct NAME {{
     static constexpr int HEAD = {head}, QUERIES = {queries}, GROUPS = {pairs}, AGAIN = {pairs // groups}, CONTEXT = {context};
-    static constexpr int WINDOW = {window}, TILE = {min(slot // (2 * head), 64)}, PARTS = {parts};
+    static constexpr int WINDOW = {window}, TILE = {min(slot // (2 * head), TILE)}, PARTS = {parts};
     static __device__ __forceinline__ float scale() {{ return {_literal(scale * math.log2(math.e))}; }}
 }};"""
     names = ("query", "new_key", "new_value", "result", "keys", "values", "places", "parts", "tops")
@@ -338,18 +341,19 @@ def text_of(path: Path) -> str:
     return path.read_text()
 
 
-def room_for(widths: Iterable[int]) -> int:
-    """Bytes for the widest vector, or the queries of all warps."""
-    queries = WARPS * (MOST_QUERIES + 2) * 256 * 2
-    return -(-max(2 * max(widths), queries) // 1024) * 1024
+def room_for(widths: Iterable[int], heads: Iterable[int]) -> int:
+    """Bytes for the widest vector, or the queries of all warps, or what they sum up."""
+    queries = WARPS * (MOST_QUERIES + 2) * 2 * max(heads)
+    return -(-max(2 * max(widths), queries, 16 * 32 * WARPS) // 128) * 128
 
 
 def kernel(phases: list[Phase], ring: Ring, room: int, blocks: int, target: Target, machine: Path = MACHINE) -> str:
     """The source of a kernel that goes through the phases in this order; those with the same text share their code."""
     kinds = list(dict.fromkeys((each.text, each.attends) for each in phases))
-    slots = (target.shared - room - BARRIERS) // ring.slot
-    entries = sum(len(each.names) for each in phases)
-    sizes = f"constexpr int BLOCKS = {blocks}, SLOT = {ring.slot}, SLOTS = {slots}, AHEAD = {ring.ahead}, ROOM = {room}, ENTRIES = {entries}, PHASES = {len(phases)}, COMPUTING = {32 * WARPS};"
+    names = [name for each in phases for name in each.names]
+    slots = (target.shared - room - BESIDE - 8 * len(names)) // (ring.slot + BARRIER)
+    sizes = f"constexpr int BLOCKS = {blocks}, SLOT = {ring.slot}, SLOTS = {slots}, AHEAD = {ring.ahead}, ROOM = {room}, ENTRIES = {len(names)}, "
+    sizes += f"PLACE = {names.index('places')}, PHASES = {len(phases)}, COMPUTING = {32 * WARPS};"
     order = ", ".join(str(kinds.index((each.text, each.attends))) for each in phases)
     first, firsts = 0, []
     for each in phases:

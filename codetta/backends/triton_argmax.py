@@ -10,12 +10,12 @@ COLUMNS = 2048  # of a block
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """logits.argmax(-1) of a matrix: the first of the largest; NaN is larger than all numbers."""
+def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """logits.argmax(-1) of a matrix: the first of the largest; NaN is larger than all numbers. out (rows,): where to store it."""
     rows, cols = logits.shape
     parts = triton.cdiv(cols, COLUMNS)
     found = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
     best_of_part[rows, parts](logits, found, cols, parts, *logits.stride(), COLUMNS=COLUMNS)
     best_of_all[rows,](found, out, parts, PARTS=triton.next_power_of_2(parts))
     return out

@@ -9,7 +9,8 @@
 // another vector only when every warp of every block is known to be done with the first (runtime/whole.py), and the next step is another
 // launch. Every sum has one order: the same inputs give the same bits.
 //
-// In front of this text stand the sizes: BLOCKS, SLOT (bytes), SLOTS, AHEAD (pieces in flight), ROOM (bytes of vectors), ENTRIES, PHASES, COMPUTING (threads),
+// In front of this text stand the sizes: BLOCKS, SLOT (bytes), SLOTS, AHEAD (pieces in flight), ROOM (bytes of vectors), ENTRIES, PLACE (the entry of the newest position),
+// PHASES, COMPUTING (threads),
 // and what the machine can do (whole_machine.cu).
 
 constexpr int WARPS = COMPUTING / 32, THREADS = COMPUTING;  // that compute; the feeder is one warp more
@@ -23,6 +24,7 @@ struct alignas(8) Barriers {
     u64 full[SLOTS], empty[SLOTS];
     volatile u32 issued;  // pieces
     float sums[4][WARPS];
+    u64 table[ENTRIES];  // where it is near
 };
 
 // memory: of a block: slots, room, barriers
@@ -100,6 +102,7 @@ __device__ __forceinline__ void put_cache(u64 to, i64 at, float value) {
 
 struct Walk {
     u32 now;        // number of this phase
+    int place;      // of the newest position
     u32 piece = 0;  // of this block, so far
     u32 next = 0;   // block that gets the next item
     u32 turn = 0;   // items of this block, so far: their warps take turns
@@ -287,7 +290,7 @@ __device__ __forceinline__ void product(Walk& walk, const u64* t) {
         const int items = min(mine.count - round, WARPS), place = (warp() + WARPS - walk.turn % WARPS) % WARPS;
         if (place >= items) continue;
         const u32 first = walk.piece + round * ALL + place;
-        P::item(t, mine.first + (round + place) * BLOCKS, stats, sinks, walk.now, [&](float (&a)[P::PAIRS], float (&b)[P::PAIRS]) {
+        P::item(t, mine.first + (round + place) * BLOCKS, stats, sinks, walk, [&](float (&a)[P::PAIRS], float (&b)[P::PAIRS]) {
 #pragma unroll
             for (int pair = 0; pair < P::PAIRS; ++pair) dot<P::K>(first + items * EACH * pair, items, a[pair], b[pair]);
         });
@@ -306,7 +309,7 @@ __device__ __forceinline__ void product(Walk& walk, const u64* t) {
 
 // ---- attention of one query of each head over the cache
 
-// t: query, new key, new value (packets), result (packets), cache of keys, of values, places, parts, tops
+// t: query, new key, new value (packets), result (packets), cache of keys, of values, places (for all phases alike), parts, tops
 enum { QUERY, NEW_KEY, NEW_VALUE, RESULT, KEYS, VALUES, PLACES, PARTS, TOPS };
 
 // How the positions of the cache that are seen are split: `tiles` tiles for each of `parts` warps, from position `first`; `place`: of the newest.
@@ -314,8 +317,7 @@ template <class A>
 struct Splits {
     int first, place, tiles, parts;
 
-    __device__ __forceinline__ Splits(const u64* t) {
-        place = (int)load_long(t[PLACES], 0);
+    __device__ __forceinline__ Splits(int newest) : place(newest) {
         first = A::WINDOW && place >= A::WINDOW ? place - A::WINDOW + 1 : 0;
         const int all = (place - first + A::TILE - 1) / A::TILE;
         tiles = (all + A::PARTS - 1) / A::PARTS;
@@ -325,7 +327,7 @@ struct Splits {
 
 template <class A>
 __device__ __forceinline__ void feed_attention(Walk& walk, const u64* t, u64 policy) {
-    const Splits<A> splits(t);
+    const Splits<A> splits(walk.place);
     const int count = A::GROUPS * splits.parts, all = 2 * splits.tiles;
     const Share mine = share(walk, count);
     for (int round = 0; round < mine.count; round += WARPS) {
@@ -548,7 +550,7 @@ __device__ __forceinline__ void join_parts(const Walk& walk, const u64* t, int p
 
 template <class A>
 __device__ __forceinline__ void attention(Walk& walk, const u64* t) {
-    const Splits<A> splits(t);
+    const Splits<A> splits(walk.place);
     const int count = A::GROUPS * splits.parts, all = 2 * splits.tiles;
     const Share mine = share(walk, count);
     sync();  // queries go where the last vector lay
@@ -573,13 +575,15 @@ __device__ __forceinline__ void run(const Table& table, u32* counter) {
         prepare(shared(&bars.full[i]));
         prepare(shared(&bars.empty[i]));
     }
+    for (u32 i = threadIdx.x; i < ENTRIES; i += blockDim.x) bars.table[i] = table.at[i];
     if (threadIdx.x == 0) bars.issued = 0;
     prepared();
+    walk.place = (int)load_long(table.at[PLACE], 0);
     __syncthreads();
     if (warp() == WARPS) {
-        Phases::feed(walk, table.at, read_once());
+        Phases::feed(walk, bars.table, read_once());
     } else {
-        Phases::compute(walk, table.at);
+        Phases::compute(walk, bars.table);
         sync();
         // All blocks have read the number of steps when the last one ends.
         if (threadIdx.x == 0 && atomicAdd(counter + 1, 1u) == BLOCKS - 1) {

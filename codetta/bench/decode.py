@@ -99,10 +99,10 @@ def _turn(name: str, step: Any, slots: Slots, tokens: Tensor) -> Callable[[], Te
 
     def turn() -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        return tokens.copy_(best(step(tokens, slots.places)))
+        logits = step(tokens, slots.places)
+        return likeliest(logits, tokens) if ours else tokens.copy_(logits.argmax(-1))
 
     ours = name.startswith("codetta")
-    best = likeliest if ours else lambda logits: logits.argmax(-1)
     return Recorded(turn, [tokens]) if ours else turn
 
 

@@ -71,7 +71,8 @@ class OneKernel:
         self.target = target
         self.blocks = blocks or unit_count(device)
         widths = [each.program.k for each in whole.products]
-        self.ring, self.room = cuda_phases.ring_for(widths), cuda_phases.room_for(widths)
+        heads = [each.result.cols // each.heads for each in whole.phases if isinstance(each, Attend)]
+        self.ring, self.room = cuda_phases.ring_for(widths), cuda_phases.room_for(widths, heads)
         self.life = Life(whole.phases)
         phases = [written(each, self.ring.slot, self.blocks) for each in whole.phases]
         self.source = self.text(phases)
