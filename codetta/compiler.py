@@ -13,9 +13,9 @@ Dynamo hands over the graphs, see integrations/dynamo.py.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import fx
@@ -84,11 +84,7 @@ def scheduled(plan: Plan, options: Options) -> Plan:
     if options.schedule == "chain" or not devices or not all(cuda_phases.runs_on(each, measured) for each in devices):
         return plan
     found = one_kernel(plan)
-    if isinstance(found, Plan):
-        return found
-    if debug_level() >= 2 or options.schedule == "persistent":
-        print(f"codetta: not one kernel: {found}", file=sys.stderr)
-    return plan
+    return found if isinstance(found, Plan) else replace(plan, why_chain=found)
 
 
 def show(plan: Plan, source: str) -> None:
@@ -99,6 +95,8 @@ def show(plan: Plan, source: str) -> None:
             print(f"codetta: {each.name}: {', '.join(laws)}")
         for each, reason in graph.refusals.items():
             print(f"codetta: {each.name} stays with the graph: {reason}")
+        if plan.why_chain is not None:
+            print(f"codetta: not one kernel: {plan.why_chain}")
     if debug_level() >= 3:
         print(source)
 

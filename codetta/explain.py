@@ -28,7 +28,8 @@ from codetta.partition import is_tensor_of_graph
 from codetta.plan.cost import bytes_moved, flops, predicted_ms
 from codetta.plan.target import device_target
 from codetta.program import Program
-from codetta.steps import Finish, Fixed, Launch, Mask, Plan, Region, Run, sinks_of
+from codetta.runtime.whole import OneKernel
+from codetta.steps import Finish, Fixed, Launch, Mask, Multiply, Plan, Region, Run, Whole, sinks_of
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class Report:
     bytes_after: int = 0
     refusals: list[dict[str, str]] = field(default_factory=list)
     graphs: int = 0
+    schedule: str = (
+        ""  # of a decoder's step, where it was to be one kernel: how many phases that has, or why it is a chain
+    )
     saved: list[dict[str, Any]] = field(default_factory=list)  # what gradients keep, beside parameters and inputs
     saved_bytes: int = 0
     eager_saved_bytes: int = 0
@@ -84,6 +88,8 @@ class Report:
         if self.leftover_ops:
             lines.append("left over:")
             lines += [f"  {each['count']:4d} x {each['op']}  {each['reason']}" for each in self.leftover_ops]
+        if self.schedule:
+            lines.append(f"schedule: {self.schedule}")
         lines.append(f"kernels: {self.launches_before} -> {self.launches_after}")
         lines.append(f"bytes moved: {_size(self.bytes_before)} -> {_size(self.bytes_after)}")
         if self.saved:
@@ -158,6 +164,8 @@ def _made(plan: Plan) -> int:
         if isinstance(step, Launch):
             stores = [each for each in step.program.stores if each.name not in step.appends]
             total += sum(views.hint(step.rows) * max(each.cols, 1) * each.dtype.itemsize for each in stores)
+        if isinstance(step, Whole):
+            total += OneKernel(step, step.products[0].launch.device).bytes
         nodes = step.nodes if isinstance(step, Region) else [step.target] if isinstance(step, Run) else []
         total += _bytes(each for each in nodes if not is_view(each) and not is_effect(each))
     return total
@@ -220,6 +228,16 @@ def _add(report: Report, plan: Plan) -> None:
                 report.programs.append(program)
                 report.launches_after += 1
                 report.bytes_after += program.bytes
+            case Whole():
+                report.schedule = f"one kernel of {len(step.phases)} phases"
+                report.launches_after += 1
+                for phase in step.phases:
+                    if isinstance(phase, Multiply):
+                        report.programs.append(_program(plan, phase.launch, backward=False))
+                        report.bytes_after += report.programs[-1].bytes
+                    else:
+                        report.calls.append({"op": _op(phase.target), "where": _where(phase.target)})
+                        report.bytes_after += _bytes([*phase.target.all_input_nodes, phase.target])
             case Run() if is_call(step.target):
                 report.calls.append({"op": _op(step.target), "where": _where(step.target)})
                 report.launches_after += 1
@@ -240,6 +258,8 @@ def _add(report: Report, plan: Plan) -> None:
                 for each in step.makes.nodes:
                     if not is_view(each):
                         left[_op(each), "made of sizes and parameters alone: once for each size"] += 1
+    if plan.why_chain is not None and not report.schedule:
+        report.schedule = f"a chain of kernels ({plan.why_chain})"
     report.leftover_ops += [{"op": op, "count": n, "reason": reason} for (op, reason), n in left.items()]
     for each, reason in plan.graph.refusals.items():
         report.refusals.append({"op": _op(each), "where": _where(each), "reason": str(reason)})

@@ -203,7 +203,7 @@ class _Phases:
         self.tensors[each] = result
         self.late.add(each)
         new = self.rows[key], self.rows[value]  # type: ignore[index]
-        self.phases.append(Attend(self.tensors[query], new, caches, places, window, shape[1], scale, result))  # type: ignore[arg-type,index]
+        self.phases.append(Attend(each, self.tensors[query], new, caches, places, window, shape[1], scale, result))  # type: ignore[arg-type,index]
 
 
 class Life:

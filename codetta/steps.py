@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from codetta.capture import Graph, Value
+from codetta.errors import Reason
 from codetta.ir.graph import Node
 from codetta.ir.op import is_sink
 from codetta.program import Program
@@ -138,6 +139,7 @@ class Multiply:
 class Attend:
     """Attention of one query over a cache, and the row that is new in it, as a phase."""
 
+    target: fx.Node
     query: Vector
     new: tuple[Vector, Vector]  # key and value
     caches: tuple[fx.Node, fx.Node]
@@ -172,6 +174,7 @@ class Plan:
     graph: Graph
     forward: int  # how many of the steps the graph's own results need; the others make gradients
     again: set[int]  # programs that make something once more, so that nobody keeps it
+    why_chain: Reason | None = None  # why its launches are not one kernel, where that was wanted
 
 
 def sinks_of(value: Node) -> list[Node]:

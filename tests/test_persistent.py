@@ -18,6 +18,7 @@ import torch
 import codetta
 from codetta.backends import cuda_phases, nvrtc
 from codetta.errors import Reason
+from codetta.explain import explain_decode
 from codetta.integrations.dynamo import Backend
 from codetta.integrations.huggingface import Causal, Slots
 from codetta.phases import Life, one_kernel
@@ -196,3 +197,16 @@ def test_places_serve_again_when_all_are_done() -> None:
             shared += 1
             assert any(life.read[one] <= sum_ and reader <= life.made[other] for sum_, reader in life.gates)
     assert shared and end == kernel.bytes
+
+
+@pytest.mark.usefixtures("fibers")
+def test_explain() -> None:
+    """The report names the schedule, and the programs as if they were launched one by one; for a batch, why it is a chain."""
+    with mock.patch("codetta.explain.OneKernel", partial(runtime.OneKernel, target=TARGETS["sm_90"], blocks=132)):
+        options = codetta.Options(schedule="persistent")
+        report = explain_decode(model("window"), context=32, options=options)
+        assert "schedule: one kernel of 11 phases" in str(report)
+        assert len(report.programs) == 10 and len(report.calls) == 2
+        assert report.decode["workspace_bytes"] > 10_000
+    report = explain_decode(model("window"), batch=2, context=32, options=options)
+    assert "schedule: a chain of kernels (one row: " in str(report)

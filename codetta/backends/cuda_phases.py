@@ -62,7 +62,7 @@ class Ring:
 
 def ring_for(widths: Iterable[int]) -> Ring:
     """For phases of so many columns of weights: whole rows in a slot where they fit, 50 to 64 KB in flight (measured on an H200, docs/log.md)."""
-    return Ring(16_384, 4) if min(widths) >= 4096 else Ring(8192, 6)
+    return Ring(16_384, 4) if min(widths) >= 4096 else Ring(8192, 7)
 
 
 def runs_on(device: torch.device, measured: bool) -> bool:
