@@ -55,7 +55,7 @@ class Generator:
     ) -> None:
         self.decoder, self.tokenizer = Decoder(model, context, options), tokenizer
         self._streams = 0  # that have begun
-        self._ends = _ends(model)
+        self.ends = _ends(model)  # tokens behind which there is nothing more to say
 
     def __call__(
         self, prompt: Prompt | Sequence[Prompt], *, tokens: int = 256, stop: str | Sequence[str] = (), **sampling: Any
@@ -156,7 +156,7 @@ class Generator:
             chosen = self.decoder.turn(sampling).tolist()
 
     def _reason(self, token: int, made: int, wanted: int, prompt: int) -> str | None:
-        if token in self._ends:
+        if token in self.ends:
             return "end"
         if made >= wanted:
             return "length"
@@ -168,7 +168,7 @@ def _is_number(value: object) -> bool:
 
 
 def _ends(model: nn.Module) -> set[int]:
-    """Tokens behind which there is nothing more to say."""
+    """As the model's configuration names them."""
     config = getattr(model, "generation_config", None) or model.config
     found = getattr(config, "eos_token_id", None)
     return set() if found is None else {found} if isinstance(found, int) else set(found)

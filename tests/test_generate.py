@@ -7,6 +7,7 @@ import runpy
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -112,6 +113,44 @@ def test_hugging_faces_own_loop_and_cache() -> None:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, cache_implementation=kind, pad_token_id=0
         )  # fmt: skip
         assert out[0, len(PROMPTS[1]) :].tolist() == expected("Llama", tuple(PROMPTS[1]), 12), kind
+
+
+def test_hugging_faces_generate() -> None:
+    """generate of a compiled model goes to a Generator where that can do it, and does what it did where it cannot."""
+    import copy
+
+    plain = copy.deepcopy(model("Llama"))
+    plain.generation_config.eos_token_id = [expected("Llama", tuple(PROMPTS[0]), 12)[7]]
+    compiled = codetta.compile(copy.deepcopy(plain))
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (longest - len(each)) + each for each in PROMPTS])
+    mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in PROMPTS])
+    both = [each.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False) for each in (plain, compiled)]
+    assert torch.equal(*both)
+    generator = compiled._compiled_call_impl.generator
+    alone = torch.tensor([PROMPTS[1]])
+    both = [each.generate(input_ids=alone, max_new_tokens=9, repetition_penalty=1.3) for each in (plain, compiled)]
+    assert torch.equal(*both) and compiled._compiled_call_impl.generator is generator
+    torch.manual_seed(3)
+    first = compiled.generate(alone, max_new_tokens=9, do_sample=True, temperature=2.0)
+    second = compiled.generate(alone, max_new_tokens=9, do_sample=True, temperature=2.0)
+    torch.manual_seed(3)
+    assert torch.equal(compiled.generate(alone, max_new_tokens=9, do_sample=True, temperature=2.0), first)
+    assert not torch.equal(first, second)
+    with mock.patch.object(codetta.Generator, "__call__", side_effect=AssertionError):
+        for how in (
+            {"num_beams": 2},
+            {"num_return_sequences": 2, "do_sample": True},
+            {"min_new_tokens": 9},
+            {"use_cache": False},
+        ):
+            torch.manual_seed(0)
+            got = compiled.generate(alone, attention_mask=torch.ones_like(alone), max_new_tokens=9, **how)
+            torch.manual_seed(0)
+            want = plain.generate(alone, attention_mask=torch.ones_like(alone), max_new_tokens=9, **how)
+            assert got.shape == want.shape, how
+        again = copy.deepcopy(compiled).generate(alone, max_new_tokens=9, repetition_penalty=1.3)  # a plain one
+        assert torch.equal(again, both[0])
 
 
 def test_seeds() -> None:

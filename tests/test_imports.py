@@ -46,7 +46,11 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("capture", ["codetta.placement", "codetta.capture", "codetta.steps", "codetta.partition", "codetta.phases"]),
     ("runtime", ["codetta.runtime"]),
     ("compiler", ["codetta.compiler"]),
-    ("integrations", ["codetta.integrations"]),
+    # Among them Hugging Face's models, and text from them.
+    (
+        "integrations",
+        ["codetta.integrations", "codetta.sampling", "codetta.text", "codetta.decode", "codetta.generate"],
+    ),
     ("package", ["codetta"]),  # its __init__ names what users see; so do explain and bench
     ("cli", ["codetta.terminal", "codetta.cli_models", "codetta.cli_generate", "codetta.cli", "codetta.__main__"]),
 ]

@@ -48,6 +48,10 @@ def compile(
     if not isinstance(model, nn.Module):
         return frame
     model._compiled_call_impl = frame
+    if hasattr(model, "generation_config"):
+        from codetta.integrations.generation import takes_over
+
+        takes_over(model)
     return model
 
 
