@@ -25,7 +25,6 @@ MOST_AGO = 7  # phases that a vector is waited for, as in whole.cu
 WARPS = 8  # that compute
 THREADS = 32 * (WARPS + 1)
 MOST_QUERIES = 4  # of heads that share keys, in one warp
-TILE = 32  # positions of the cache in a piece: twice as many keep a warp busy for longer than the others wait for
 MOST_LINES = 32  # that a thread receives at once
 BESIDE, BARRIER = 256, 16  # bytes of shared memory beside slots, vectors and the table; and of a slot's barriers
 FASTER = ("sm_90",)  # measured there, docs/log.md
@@ -315,7 +314,7 @@ def attention(
     queries, parts = heads // pairs, parts_of(pairs, blocks)
     text = f"""struct NAME {{
     static constexpr int HEAD = {head}, QUERIES = {queries}, GROUPS = {pairs}, AGAIN = {pairs // groups}, CONTEXT = {context};
-    static constexpr int WINDOW = {window}, TILE = {min(slot // (2 * head), TILE)}, PARTS = {parts};
+    static constexpr int WINDOW = {window}, TILE = {slot // (4 * head)}, PARTS = {parts};
     static __device__ __forceinline__ float scale() {{ return {_literal(scale * math.log2(math.e))}; }}
 }};"""
     names = ("query", "new_key", "new_value", "result", "keys", "values", "places", "parts", "tops")

@@ -323,24 +323,27 @@ struct Splits {
         tiles = (all + A::PARTS - 1) / A::PARTS;
         parts = tiles ? (all + tiles - 1) / tiles : 1;
     }
+    // How many positions of a tile there are.
+    __device__ __forceinline__ int seen(int tile) const { return max(0, min(place - tile, A::TILE)); }
 };
 
 template <class A>
 __device__ __forceinline__ void feed_attention(Walk& walk, const u64* t, u64 policy) {
     const Splits<A> splits(walk.place);
-    const int count = A::GROUPS * splits.parts, all = 2 * splits.tiles;
+    const int count = A::GROUPS * splits.parts;
     const Share mine = share(walk, count);
     for (int round = 0; round < mine.count; round += WARPS) {
         const int items = min(mine.count - round, WARPS);
-        for (int begin = 0; begin < items * all; begin += 32) {
-            const int e = begin + lane(), item = mine.first + (round + e / 2 % items) * BLOCKS;
-            const int group = item / splits.parts / A::AGAIN, place = splits.first + (item % splits.parts * splits.tiles + e / 2 / items) * A::TILE;
-            const u32 bytes = max(0, min(splits.place - place, A::TILE)) * A::HEAD * 2;
-            const u64 from = t[e % 2 ? VALUES : KEYS] + ((i64)group * A::CONTEXT + place) * A::HEAD * 2;
-            push(walk.piece + round * all + begin, min(items * all - begin, 32), from, 0, bytes, 0, policy);
+        for (int begin = 0; begin < items * splits.tiles; begin += 32) {
+            // A piece is a tile of keys, and behind it the values.
+            const int e = begin + lane(), item = mine.first + (round + e % items) * BLOCKS;
+            const int group = item / splits.parts / A::AGAIN, place = splits.first + (item % splits.parts * splits.tiles + e / items) * A::TILE;
+            const u32 bytes = splits.seen(place) * A::HEAD * 2;
+            const u64 at = ((i64)group * A::CONTEXT + place) * A::HEAD * 2;
+            push(walk.piece + round * splits.tiles + begin, min(items * splits.tiles - begin, 32), t[KEYS] + at, t[VALUES] + at, bytes, bytes, policy);
         }
     }
-    done(walk, mine, count, all);
+    done(walk, mine, count, splits.tiles);
 }
 
 // Some positions against the queries of a group: 8 numbers of a head in each lane.
@@ -457,11 +460,10 @@ __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, cons
     }
     int place = splits.first + part * splits.tiles * A::TILE;
     for (int tile = 0; tile < splits.tiles; ++tile, place += A::TILE) {
-        const u32 slot = piece % SLOTS, next = (piece + 1) % SLOTS;
-        while ((int)(bars.issued - piece) <= 1) pause();
+        const u32 slot = piece % SLOTS;
+        while ((int)(bars.issued - piece) <= 0) pause();
         wait(shared(&bars.full[slot]), piece / SLOTS & 1);
-        wait(shared(&bars.full[next]), (piece + 1) / SLOTS & 1);
-        const uint4 *keys = (const uint4*)(memory + slot * SLOT) + lane(), *values = (const uint4*)(memory + next * SLOT) + lane();
+        const uint4 *keys = (const uint4*)(memory + slot * SLOT) + lane(), *values = keys + splits.seen(place) * M::LANES;
         for (int j = 0; j < A::TILE && place + j < splits.place; j += N * M::STEP) {
             uint4 k[N], v[N];
             bool seen[N];
@@ -474,10 +476,7 @@ __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, cons
             mixed.add(k, v, seen);
         }
         __syncwarp();
-        if (lane() == 0) {
-            arrive(shared(&bars.empty[slot]));
-            arrive(shared(&bars.empty[next]));
-        }
+        if (lane() == 0) arrive(shared(&bars.empty[slot]));
         piece += apart;
     }
     if (newest) {
@@ -551,15 +550,15 @@ __device__ __forceinline__ void join_parts(const Walk& walk, const u64* t, int p
 template <class A>
 __device__ __forceinline__ void attention(Walk& walk, const u64* t) {
     const Splits<A> splits(walk.place);
-    const int count = A::GROUPS * splits.parts, all = 2 * splits.tiles;
+    const int count = A::GROUPS * splits.parts;
     const Share mine = share(walk, count);
     sync();  // queries go where the last vector lay
     for (int round = 0; round < mine.count; round += WARPS) {
         const int items = min(mine.count - round, WARPS), place = (warp() + WARPS - walk.turn % WARPS) % WARPS;
         if (place >= items) continue;
-        attend_part<A>(walk, t, splits, mine.first + (round + place) * BLOCKS, walk.piece + round * all + 2 * place, 2 * items);
+        attend_part<A>(walk, t, splits, mine.first + (round + place) * BLOCKS, walk.piece + round * splits.tiles + place, items);
     }
-    done(walk, mine, count, all);
+    done(walk, mine, count, splits.tiles);
     for (int item = blockIdx.x; item < A::GROUPS * A::QUERIES * A::HEAD / 64; item += BLOCKS) join_parts<A>(walk, t, splits.parts, item);
 }
 
