@@ -82,6 +82,8 @@ class _Phases:
         places |= {each.places for each in self.phases if isinstance(each, Attend)}
         if len(places) > 1:
             raise _RefusedError("one place", "rows are appended at several")
+        if sum(_entries(each) for each in self.phases) > cuda_phases.MOST_ENTRIES:
+            raise _RefusedError("a table of 32 KB", f"{len(self.phases)} phases need more")
         life = Life(self.phases)
         if any(read - life.made[each] > cuda_phases.MOST_AGO for each, read in life.read.items()):
             raise _RefusedError("phases that are near", "a vector is read long after it was made")
@@ -150,6 +152,12 @@ class _Phases:
         if reasons:
             raise _RefusedError(reasons[0].rule, f"{program.name}: {reasons[0].detail}")
         operands = {name: self._source(source) for name, source in step.operands.items() if name in _named(program)}
+        for name, source in operands.items():
+            operand = program.operand(name)
+            if isinstance(source, Vector) and not operand.stat and not cuda_phases.is_peeked(operand):
+                raise _RefusedError(
+                    "operands of rows", f"{name} of {program.name} is read otherwise than column by column"
+                )
         sends: dict[str, Vector] = {}
         phase = Multiply(step, program, self._source(step.a), operands, sends)
         for store in program.stores:
@@ -239,6 +247,14 @@ def _read(phase: Phase) -> list[Vector]:
     if isinstance(phase, Attend):
         return [phase.query, *phase.new]
     return [each for each in (phase.a, *phase.operands.values()) if isinstance(each, Vector)]
+
+
+def _entries(phase: Phase) -> int:
+    """How many addresses a phase needs at most."""
+    if isinstance(phase, Attend):
+        return 9
+    program = phase.program
+    return 1 + len(program.products) + 2 * len(program.operands) + 2 * len(program.stores) + len(program.sinks)
 
 
 def _needed(steps: list[Step], wanted: set[fx.Node], graph: Any) -> list[Step]:

@@ -27,6 +27,7 @@ THREADS = 32 * (WARPS + 1)
 MOST_QUERIES = 4  # of heads that share keys, in one warp
 MOST_LINES = 32  # that a thread receives at once
 BESIDE, BARRIER = 256, 16  # bytes of shared memory beside slots, vectors and the table; and of a slot's barriers
+MOST_ENTRIES = 4000  # of the table: arguments of a kernel have 32 KB
 FASTER = ("sm_90",)  # measured there, docs/log.md
 LIBRARY, MACHINE = (Path(__file__).with_name(name) for name in ("whole.cu", "whole_machine.cu"))
 
@@ -98,12 +99,8 @@ def _why_not_segment(program: Program, segment: Segment) -> list[Reason]:
         stored = program.stores[store]
         frames.append(stored.pieces[piece].frame)
         plain = stored.layout == "rows" and not stored.row_index
-        if (
-            stored.dtype != torch.bfloat16
-            or not stored.cols
-            or stored.accumulate
-            or not (plain or stored.layout == "bhtd")
-        ):
+        kept = stored.cols and not stored.accumulate and (plain or stored.layout == "bhtd")
+        if stored.dtype != torch.bfloat16 or not kept:
             reasons.append(Reason("stores of rows", f"{stored.name} is stored otherwise"))
     if len(segment.strips) > 2 or segment.cols % 4 or any(frame and frame.run % 2 for frame in frames):
         reasons.append(Reason("pairs of rows", f"{len(segment.strips)} strips of {segment.cols} columns"))
@@ -114,6 +111,8 @@ def _why_not_segment(program: Program, segment: Segment) -> list[Reason]:
                 reasons.append(Reason("operands of rows", f"{operand.name} is of another kind"))
         elif node.op not in ("acc", "const", "col_index", "row_index", "cast", *SPELLING):
             reasons.append(Reason("columns by themselves", f"{node.op} brings columns together"))
+        elif node.dtype == "int" and node.args:
+            reasons.append(Reason("numbers", f"{node.op} of whole numbers"))
         if node.space.cols not in (0, segment.cols):
             reasons.append(
                 Reason("columns by themselves", f"a value of {node.space.cols} beside {segment.cols} columns")
@@ -279,6 +278,8 @@ class _Segment:
             case "cast":
                 text = f"rounded({args[0]})" if node.attr("dtype") == torch.bfloat16 else args[0]
             case op:
+                whole = [arg.dtype == "int" and kind == "float" for arg in node.args]
+                args = [f"(float){arg}" if wide else arg for arg, wide in zip(args, whole, strict=True)]
                 text = SPELLING[op].format(*args)
         lines.append(f"const {kind} {name} = {text};")
         named[id(node)] = name
@@ -351,7 +352,7 @@ def kernel(phases: list[Phase], ring: Ring, room: int, blocks: int, target: Targ
     kinds = list(dict.fromkeys((each.text, each.attends) for each in phases))
     names = [name for each in phases for name in each.names]
     slots = (target.shared - room - BESIDE - 8 * len(names)) // (ring.slot + BARRIER)
-    sizes = f"constexpr int BLOCKS = {blocks}, SLOT = {ring.slot}, SLOTS = {slots}, AHEAD = {ring.ahead}, ROOM = {room}, ENTRIES = {len(names)}, "
+    sizes = f"constexpr int BLOCKS = {blocks}, SLOT = {ring.slot}, SLOTS = {slots}, AHEAD = {min(ring.ahead, slots)}, ROOM = {room}, ENTRIES = {len(names)}, "
     sizes += f"PLACE = {names.index('places')}, PHASES = {len(phases)}, COMPUTING = {32 * WARPS};"
     order = ", ".join(str(kinds.index((each.text, each.attends))) for each in phases)
     first, firsts = 0, []

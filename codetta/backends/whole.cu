@@ -15,6 +15,7 @@
 
 constexpr int WARPS = COMPUTING / 32, THREADS = COMPUTING;  // that compute; the feeder is one warp more
 constexpr float LOWEST = -1e30f;
+static_assert(SLOTS >= 2 && AHEAD <= SLOTS, "room for a ring");
 
 struct Table {
     u64 at[ENTRIES];  // in the order in which phases name them: addresses, with how many phases ago packets were sent in the low bits

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from codetta.backends import cuda_phases, nvrtc
+from codetta.errors import ArgumentError
 from codetta.phases import Life
-from codetta.plan.target import Target, device_target, unit_count
+from codetta.plan.target import COPY_ALIGNMENT, Target, device_target, unit_count
 from codetta.runtime.launch import as_stored
 from codetta.stat import Stat
 from codetta.steps import Attend, Multiply, Phase, Vector, Whole
@@ -174,9 +175,16 @@ def written(phase: Phase, slot: int, blocks: int) -> cuda_phases.Phase:
 
 
 def _as_read(entry: Entry, given: Tensor | Stat) -> Tensor | Stat:
-    """A tensor as a phase reads it: rows that follow each other."""
-    if isinstance(given, Stat) or entry.kind == "cache" or isinstance(entry.phase, Attend):
+    """A tensor as a phase reads it: rows that follow each other, at addresses that are copied from."""
+    if isinstance(given, Stat):
+        return given
+    if entry.kind == "cache" or isinstance(entry.phase, Attend):
+        if given.data_ptr() % COPY_ALIGNMENT and entry.kind != "places":
+            raise ArgumentError(
+                "cache", f"begins at {given.data_ptr():#x}", f"pass one at a multiple of {COPY_ALIGNMENT} bytes"
+            )
         return given
     if entry.kind == "weight":
         given = as_stored(given, entry.phase.program.products[int(entry.operand)])
-    return given.contiguous()
+    given = given.contiguous()
+    return given.clone() if given.data_ptr() % COPY_ALIGNMENT else given
