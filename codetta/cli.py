@@ -10,6 +10,7 @@ import dataclasses
 import json
 import shutil
 import sys
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from itertools import chain, product
 from pathlib import Path
@@ -268,15 +269,9 @@ def train(
 
     where = pick_device(device)
     names = model or (["llama-3.2-1b"] if where.type == "cuda" else ["tiny"])
-    console, record = screen(as_json), Record("train", device_name(where), "codetta " + " ".join(sys.argv[1:]))
-    record.ceilings = ceilings(where)
-    with bar("models", len(names)) as advance:
-        for name in names:
-            rows = measure_train(name, where, known(only, IMPLEMENTATIONS), layers, rounds)
-            record.rows += rows
-            advance(name)
-            if out is not None:
-                record.part(rows).append_to(out)
+    wanted, console = known(only, IMPLEMENTATIONS), screen(as_json)
+    jobs = {name: lambda _, name=name: measure_train(name, where, wanted, layers, rounds) for name in names}
+    record = measured("train", where, jobs, out)
     console.print(plain_table(record, ("model", "tokens", "impl", "ms", "gib", "loss"), "forward and backward"))
     finish(as_json, record.json())
 
@@ -308,17 +303,14 @@ def decode(
     jobs = list(product(names, kinds, batch or [1], context or [512]))
     if any(size < 1 or length < 1 for _, _, size, length in jobs):
         raise ArgumentError("batch or context", "is less than 1", "pass positive numbers")
-    console, record = screen(as_json), Record("decode", device_name(where), "codetta " + " ".join(sys.argv[1:]))
-    record.ceilings = ceilings(where)
-    with bar("models", len(jobs)) as advance:
-        for name, kind, size, length in jobs:
-            rows = measure_decode(
-                name, where, size, length, record.ceilings["read_tbs"], known(only, IMPLEMENTATIONS), layers, rounds, DTYPES[kind],
-            )  # fmt: skip
-            record.rows += rows
-            advance(f"{name}, {kind}, {size} x {length}")
-            if out is not None:
-                record.part(rows).append_to(out)
+    wanted, console = known(only, IMPLEMENTATIONS), screen(as_json)
+
+    def measure(record: Record, name: str, kind: str, size: int, length: int) -> list[Row]:
+        read = record.ceilings["read_tbs"]
+        return measure_decode(name, where, size, length, read, wanted, layers, rounds, DTYPES[kind])
+
+    named = {f"{job[0]}, {job[1]}, {job[2]} x {job[3]}": lambda record, job=job: measure(record, *job) for job in jobs}
+    record = measured("decode", where, named, out)
     console.print(
         plain_table(
             record,
@@ -346,15 +338,9 @@ def layer(
     where = pick_device(device)
     wanted = known(only, IMPLEMENTATIONS)
     jobs = parse_sizes(sizes) or SIZES[where.type]
-    console, record = screen(as_json), Record("layer", device_name(where), "codetta " + " ".join(sys.argv[1:]))
-    record.ceilings = ceilings(where)
-    with bar("layers", len(jobs)) as advance:
-        for d, f in jobs:
-            rows = measure_layer(d, f, where, wanted, tokens, rounds)
-            record.rows += rows
-            advance(f"D {d}")
-            if out is not None:
-                record.part(rows).append_to(out)
+    console = screen(as_json)
+    named = {f"D {d}": lambda _, d=d, f=f: measure_layer(d, f, where, wanted, tokens, rounds) for d, f in jobs}
+    record = measured("layer", where, named, out)
     console.print(plain_table(record, ("D", "F", "tokens", "pass", "impl", "ms"), "without attention"))
     finish(as_json, record.json())
 
@@ -376,16 +362,31 @@ def loss(
 
     where = pick_device(device)
     wanted = known(only, IMPLEMENTATIONS)
-    console, record = screen(as_json), Record("loss", device_name(where), "codetta " + " ".join(sys.argv[1:]))
-    record.ceilings = ceilings(where)
-    record.rows += measure_loss(where, tokens, width, vocabulary, wanted, rounds)
-    if out is not None:
-        record.append_to(out)
+    console = screen(as_json)
+    record = measured(
+        "loss", where, {"head": lambda _: measure_loss(where, tokens, width, vocabulary, wanted, rounds)}, out
+    )
     columns = ("rows", "D", "V", "impl", "ms", "gib", "dx_error", "dw_error")
     console.print(
         plain_table(record, columns, "forward and backward; gib: beside what is given; errors against float64")
     )
     finish(as_json, record.json())
+
+
+def measured(
+    name: str, where: torch.device, jobs: Mapping[str, Callable[[Record], list[Row]]], out: Path | None
+) -> Record:
+    """The record of all jobs; each is appended to the file as soon as it is done."""
+    record = Record(name, device_name(where), "codetta " + " ".join(sys.argv[1:]))
+    record.ceilings = ceilings(where)
+    with bar(name, len(jobs)) as advance:
+        for job, measure in jobs.items():
+            rows = measure(record)
+            record.rows += rows
+            advance(job)
+            if out is not None:
+                record.part(rows).append_to(out)
+    return record
 
 
 def known(only: list[str] | None, contenders: tuple[str, ...]) -> tuple[str, ...]:

@@ -202,7 +202,7 @@ def test_the_end() -> None:
     want = expected("Llama", tuple(PROMPTS[0]), 12)
     full = generator(PROMPTS[0], tokens=100)
     assert (full.tokens, full.reason) == (want[:7], "context")
-    generator._ends = {want[3]}
+    generator.ends = {want[3]}
     ended = generator(PROMPTS[0], tokens=100)
     assert (ended.tokens, ended.reason) == (want[: want.index(want[3]) + 1], "end")
 

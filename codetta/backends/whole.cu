@@ -250,6 +250,14 @@ __device__ __forceinline__ void receive_vector(u64 from, const u64* partials, fl
             }
         }
     }
+    {
+        // Columns come in order. All lines of all blocks, read again and again, would take a part of what weights come through; so each
+        // thread looks at one of its late lines until that is there, and then at all of them.
+        constexpr int LATE = MINE * 3 / 4;
+        Line one[1] = {lines[LATE]};
+        const u64 there[1] = {at[LATE]};
+        receive(one, there, wanted >> LATE & 1, now);
+    }
     receive(lines, at, wanted, now);
     if constexpr (N > 0) {
 #pragma unroll

@@ -1,6 +1,9 @@
 """Every epilogue of the library once, with each main loop, on a small ragged shape: something for compute-sanitizer to watch.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python tests/gpu/sanitize.py [NAME ...]
+compute-sanitizer --tool racecheck python tests/gpu/sanitize.py step
+
+"step": a decoder's step as one kernel, at a few places.
 
 Without its cache PyTorch gives every tensor an allocation of its own, so that an access past its end is seen.
 """
@@ -27,5 +30,22 @@ def main(names: list[str]) -> None:
         print(name, *first)
 
 
+@torch.no_grad()
+def step() -> None:
+    import test_persistent_gpu as persistent
+
+    causal = persistent.Causal(persistent.model("shared"))
+    slots = persistent.room(causal)
+    run, _ = persistent.compiled(causal, slots)
+    for place in (0, 70, 300):
+        slots.places.fill_(place)
+        found = run(torch.tensor([17], device="cuda"), slots.places)
+        torch.cuda.synchronize()
+        print("step", place, bool(torch.isfinite(found).all()))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:] or library_names())
+    if sys.argv[1:] == ["step"]:
+        step()
+    else:
+        main(sys.argv[1:] or library_names())
