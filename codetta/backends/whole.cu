@@ -147,21 +147,24 @@ struct Rows {
     u64 a, b;
 };
 
-constexpr int PIECE = SLOT / 4;  // columns of two rows of two bytes
-template <class P>
-constexpr int pieces_of_rows() { return (P::K + PIECE - 1) / PIECE; }
+// Two rows of K columns of two bytes: in how many pieces, and columns of each, about the same for all.
+template <int K>
+struct Pieces {
+    static constexpr int COUNT = (4 * K + SLOT - 1) / SLOT, COLUMNS = (K + 256 * COUNT - 1) / (256 * COUNT) * 256;
+    static_assert(4 * COLUMNS <= SLOT, "a piece fits into a slot");
+};
 
 template <class P>
 __device__ __forceinline__ void feed_product(Walk& walk, const u64* t, u64 policy) {
-    constexpr int EACH = pieces_of_rows<P>(), ALL = EACH * P::PAIRS;
+    constexpr int EACH = Pieces<P::K>::COUNT, COLUMNS = Pieces<P::K>::COLUMNS, ALL = EACH * P::PAIRS;
     const Share mine = share(walk, P::ITEMS);
     for (int round = 0; round < mine.count; round += WARPS) {
         const int items = min(mine.count - round, WARPS);
         for (int begin = 0; begin < items * ALL; begin += 32) {
             // The pieces of a round's items take turns, so that all warps work at once.
-            const int e = begin + lane(), piece = e / items, column = piece % EACH * PIECE;
+            const int e = begin + lane(), piece = e / items, column = piece % EACH * COLUMNS;
             const Rows rows = P::rows(t, min(mine.first + (round + e % items) * BLOCKS, P::ITEMS - 1), min(piece / EACH, P::PAIRS - 1));
-            const u32 bytes = min(P::K - column, PIECE) * 2;
+            const u32 bytes = min(P::K - column, COLUMNS) * 2;
             const bool one = EACH == 1 && rows.b == rows.a + bytes;
             push(walk.piece + round * ALL + begin, min(items * ALL - begin, 32), rows.a + column * 2, rows.b + column * 2, one ? 2 * bytes : bytes,
                  one ? 0 : bytes, policy);
@@ -175,6 +178,7 @@ __device__ __forceinline__ void feed_product(Walk& walk, const u64* t, u64 polic
 // Two rows of a piece after the other, times the vector in shared memory; the sums are in every lane.
 template <int K>
 __device__ __forceinline__ void dot(u32 piece, u32 apart, float& a, float& b) {
+    constexpr int COLUMNS = Pieces<K>::COLUMNS;
     Barriers& bars = barriers();
     float a0 = 0.f, a1 = 0.f, b0 = 0.f, b1 = 0.f;
     const uint4* x = (const uint4*)room() + lane();
@@ -188,18 +192,18 @@ __device__ __forceinline__ void dot(u32 piece, u32 apart, float& a, float& b) {
             b1 = fmaf(high(vs[i]), high(ys[i]), b1);
         }
     };
-    for (int left = K; left > 0; left -= PIECE) {
+    for (int left = K; left > 0; left -= COLUMNS) {
         const u32 slot = piece % SLOTS;
         // A slot that still waits for what it held before looks as if it were full: pieces must have been asked for.
         while ((int)(bars.issued - piece) <= 0) pause();
         wait(shared(&bars.full[slot]), piece / SLOTS & 1);
-        const int columns = min(left, PIECE);
+        const int columns = min(left, COLUMNS);
         const uint4 *w = (const uint4*)(memory + slot * SLOT) + lane(), *v = w + columns / 8;
         const int whole = columns / 256;
 #pragma unroll 4
         for (int i = 0; i < whole; ++i) step(w[32 * i], v[32 * i], x[32 * i]);
         if (K % 256 && columns % 256 && lane() * 8 < columns % 256) step(w[32 * whole], v[32 * whole], x[32 * whole]);
-        x += PIECE / 8;
+        x += COLUMNS / 8;
         __syncwarp();
         if (lane() == 0) arrive(shared(&bars.empty[slot]));
         piece += apart;
@@ -291,7 +295,7 @@ __device__ __forceinline__ void receive_vector(u64 from, const u64* partials, fl
 
 template <class P>
 __device__ __forceinline__ void product(Walk& walk, const u64* t) {
-    constexpr int EACH = pieces_of_rows<P>(), ALL = EACH * P::PAIRS;
+    constexpr int EACH = Pieces<P::K>::COUNT, ALL = EACH * P::PAIRS;
     float stats[P::STATS > 0 ? P::STATS : 1], sinks[P::SINKS > 0 ? P::SINKS : 1] = {};
     receive_vector<P::K, P::STATS>(t[0], t + 1, stats, walk.now);
     const Share mine = share(walk, P::ITEMS);
