@@ -79,9 +79,11 @@ def built(plan: Plan, options: Options, write: Callable[[], Written]) -> Written
 
 def scheduled(plan: Plan, options: Options) -> Plan:
     """The plan as it is, or with its launches as one kernel, where that is asked for or known to be faster."""
-    devices = {step.device for step in plan.steps if isinstance(step, Launch)}
+    launches = [step for step in plan.steps if isinstance(step, Launch)]
+    if options.schedule == "chain" or not any(step.appends for step in launches):
+        return plan  # no step of a decoder
     measured = options.schedule == "auto"
-    if options.schedule == "chain" or not devices or not all(cuda_phases.runs_on(each, measured) for each in devices):
+    if not all(cuda_phases.runs_on(device, measured) for device in {step.device for step in launches}):
         return plan
     found = one_kernel(plan)
     return found if isinstance(found, Plan) else replace(plan, why_chain=found)

@@ -38,7 +38,7 @@ from codetta.steps import (
     Step,
     Vector,
     Whole,
-)  # fmt: skip
+)
 
 aten, ours = torch.ops.aten, torch.ops.codetta
 RESHAPES = (aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.alias, aten.clone)
@@ -94,6 +94,8 @@ class _Phases:
             if not isinstance(step, Present | Run) or step.target in wanted:
                 kept.append(step)
                 wanted |= {each for each in _reads(step, self.graph) if isinstance(each, fx.Node)}
+        if wanted & {each.target for each in self.phases if isinstance(each, Attend)}:
+            raise _RefusedError("one kernel", "somebody else reads what attention makes")
         for step in kept:
             if isinstance(step, Present):
                 maker, name = self.makers[step.value.node, step.dtype]

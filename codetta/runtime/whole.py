@@ -80,6 +80,7 @@ class OneKernel:
         self.entries = [
             Entry(phase, name) for phase, text in zip(whole.phases, phases, strict=True) for name in text.names
         ]
+        self.index = {entry: at for at, entry in enumerate(self.entries)}
         self.numbers = {phase: number for number, phase in enumerate(whole.phases)}
         self.given = [each for each in self.entries if each.is_given]
         self.keeps = [each for each in self.entries if each.kind == "keep"]
@@ -105,22 +106,16 @@ class OneKernel:
         if self.memory is None:
             self.memory = torch.zeros(self.bytes // 8, dtype=torch.int64, device=self.device)
             self.counter = torch.zeros(2, dtype=torch.int32, device=self.device)
-        tensors: dict[Entry, Tensor | Stat] = dict(zip(self.given, map(_as_read, self.given, given), strict=True))
+        read = list(map(_as_read, self.given, given))
         results = [self._result(each) for each in self.keeps]
-        tensors |= dict(zip(self.keeps, results, strict=True))
-        places, _ = self.places
-        base, table = self.memory.data_ptr(), []
-        for entry in self.entries:
-            if entry.vector is not None:
-                table.append(base + places[entry.vector] + self.numbers[entry.phase] - self.life.made[entry.vector])
-            elif entry in tensors:
-                found = tensors[entry]
-                table.append((found.partials if isinstance(found, Stat) else found).data_ptr())
-            elif entry.kind == "count":
-                stat = tensors.get(Entry(entry.phase, f"stat {entry.operand}"))
-                table.append(stat.partials.numel() if isinstance(stat, Stat) else 0)
+        base = self.memory.data_ptr()
+        table = [0 if at is None else base + at for at in self.offsets]
+        for entry, tensor in zip([*self.given, *self.keeps], [*read, *results], strict=True):
+            at = self.index[entry]
+            if isinstance(tensor, Stat):
+                table[at : at + 2] = tensor.partials.data_ptr(), tensor.partials.numel()  # its count stands behind it
             else:
-                table.append(base + places[entry])
+                table[at] = tensor.data_ptr()
         arguments = (ctypes.c_uint64 * len(table))(*table), ctypes.c_void_p(self.counter.data_ptr())
         self.kernel(self.blocks, cuda_phases.THREADS, arguments)
         return results
@@ -129,6 +124,19 @@ class OneKernel:
         assert isinstance(entry.phase, Multiply)
         store = next(each for each in entry.phase.program.stores if each.name == entry.operand)
         return torch.empty((1, store.cols), dtype=store.dtype, device=self.device)
+
+    @cached_property
+    def offsets(self) -> list[int | None]:
+        """Of each entry, where it lies in our memory, with how many phases ago it was sent; None for what each call brings along."""
+        places, _ = self.places
+        found: list[int | None] = []
+        for entry in self.entries:
+            vector = entry.vector
+            if vector is not None:
+                found.append(places[vector] + self.numbers[entry.phase] - self.life.made[vector])
+            else:
+                found.append(places.get(entry))
+        return found
 
     @cached_property
     def places(self) -> tuple[dict[Vector | Entry, int], int]:
@@ -150,18 +158,17 @@ class OneKernel:
             places[key] = place
             free.append((released, size, place))
 
-        for number, phase in enumerate(self.whole.phases):
-            for entry in (each for each in self.entries if each.phase is phase):
-                vector = entry.vector
-                if vector is not None and vector not in places and self.life.made[vector] == number:
-                    count = vector.cols // 2 if vector.cols else self.blocks * cuda_phases.WARPS
-                    take(vector, count * PACKET, number, self.life.released(self.life.read[vector]))
-                elif isinstance(phase, Attend) and entry.kind in ("parts", "tops"):
-                    head = phase.result.cols // phase.heads
-                    pairs = cuda_phases.pairs_of(phase.heads, phase.caches[0].meta["val"].shape[1])
-                    each = head if entry.kind == "parts" else 2
-                    size = phase.heads * cuda_phases.parts_of(pairs, self.blocks) * each * PACKET
-                    take(entry, size, number, self.life.released(number))
+        for entry in self.entries:
+            phase, vector = entry.phase, entry.vector
+            number = self.numbers[phase]
+            if vector is not None and vector not in places and self.life.made[vector] == number:
+                count = vector.cols // 2 if vector.cols else self.blocks * cuda_phases.WARPS
+                take(vector, count * PACKET, number, self.life.released(self.life.read[vector]))
+            elif isinstance(phase, Attend) and entry.kind in ("parts", "tops"):
+                pairs = cuda_phases.pairs_of(phase.heads, phase.caches[0].meta["val"].shape[1])
+                each = phase.result.cols // phase.heads if entry.kind == "parts" else 2
+                size = phase.heads * cuda_phases.parts_of(pairs, self.blocks) * each * PACKET
+                take(entry, size, number, self.life.released(number))
         return places, end
 
 
