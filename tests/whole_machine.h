@@ -49,7 +49,7 @@ struct Copy {
 struct Block {
     std::vector<unsigned char> memory;
     Gate warps[9], computing, whole;
-    u32 given[9][32];
+    u32 given[9][32], operands[9][32][6];
     std::vector<Copy> late;
 };
 struct Index { u32 x; };
@@ -183,6 +183,21 @@ static u32 nearest(float x) {
 }
 static u32 pack(float first, float second) { return nearest(first) | nearest(second) << 16; }
 static float exp2_(float x) { return exp2f(x); }
+static float half(u32 pair, int which) { return __uint_as_float(which ? pair & 0xffff0000u : pair << 16); }
+static void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, mine[6] = {a0, a1, a2, a3, b0, b1};
+    auto& all = sim::block().operands[warp];
+    memcpy(all[lane], mine, sizeof mine);
+    __syncwarp();
+    for (int i = 0; i < 4; ++i) {
+        const u32 row = lane / 4, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; ++k) {
+            const u32 *a = all[row * 4 + k % 8 / 2], *b = all[column * 4 + k % 8 / 2];
+            sums[i] += half(a[i / 2 + k / 8 * 2], k % 2) * half(b[4 + k / 8], k % 2);
+        }
+    }
+    __syncwarp();
+}
 
 static void prepare(u32 barrier) { sim::barrier(sim::block(), barrier) = {1, 0, 0}; }
 static void prepared() {}

@@ -180,17 +180,12 @@ template <int K>
 __device__ __forceinline__ void dot(u32 piece, u32 apart, float& a, float& b) {
     constexpr int COLUMNS = Pieces<K>::COLUMNS;
     Barriers& bars = barriers();
-    float a0 = 0.f, a1 = 0.f, b0 = 0.f, b1 = 0.f;
+    float even[4] = {}, odd[4] = {};
     const uint4* x = (const uint4*)room() + lane();
+    // Tensor cores multiply every eighth of 16 columns of a row by every eighth of the vector's; those that belong together are the diagonal.
     auto step = [&](const uint4& w, const uint4& v, const uint4& y) {
-        const u32 ws[4] = {w.x, w.y, w.z, w.w}, vs[4] = {v.x, v.y, v.z, v.w}, ys[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            a0 = fmaf(low(ws[i]), low(ys[i]), a0);
-            b0 = fmaf(low(vs[i]), low(ys[i]), b0);
-            a1 = fmaf(high(ws[i]), high(ys[i]), a1);
-            b1 = fmaf(high(vs[i]), high(ys[i]), b1);
-        }
+        multiply(even, w.x, v.x, w.y, v.y, y.x, y.y);
+        multiply(odd, w.z, v.z, w.w, v.w, y.z, y.w);
     };
     for (int left = K; left > 0; left -= COLUMNS) {
         const u32 slot = piece % SLOTS;
@@ -202,21 +197,25 @@ __device__ __forceinline__ void dot(u32 piece, u32 apart, float& a, float& b) {
         const int whole = columns / 256;
 #pragma unroll 4
         for (int i = 0; i < whole; ++i) step(w[32 * i], v[32 * i], x[32 * i]);
-        if (K % 256 && columns % 256 && lane() * 8 < columns % 256) step(w[32 * whole], v[32 * whole], x[32 * whole]);
+        if (K % 256 && columns % 256) {
+            const uint4 none = make_uint4(0, 0, 0, 0);
+            const bool there = lane() * 8 < columns % 256;
+            step(there ? w[32 * whole] : none, there ? v[32 * whole] : none, there ? x[32 * whole] : none);
+        }
         x += COLUMNS / 8;
         __syncwarp();
         if (lane() == 0) arrive(shared(&bars.empty[slot]));
         piece += apart;
     }
-    a0 += a1;
-    b0 += b1;
+    const u32 row = lane() / 4;
+    const bool mine = lane() % 4 == row / 2;
+    a = mine ? row % 2 ? even[1] + odd[1] : even[0] + odd[0] : 0.f;
+    b = mine ? row % 2 ? even[3] + odd[3] : even[2] + odd[2] : 0.f;
 #pragma unroll
     for (int distance = 16; distance; distance /= 2) {
-        a0 += __shfl_xor_sync(~0u, a0, distance);
-        b0 += __shfl_xor_sync(~0u, b0, distance);
+        a += __shfl_xor_sync(~0u, a, distance);
+        b += __shfl_xor_sync(~0u, b, distance);
     }
-    a = a0;
-    b = b0;
 }
 
 // A vector of K numbers into the room, and the sums of partials, N of them: packets, one for each warp of the grid, or plain numbers.
@@ -253,14 +252,6 @@ __device__ __forceinline__ void receive_vector(u64 from, const u64* partials, fl
                 if (line < BLOCKS * WARPS / 2 && partials[2 * n] & AGO) wanted |= 1u << (MINE + n * EACH + j);
             }
         }
-    }
-    {
-        // Columns come in order. All lines of all blocks, read again and again, would take a part of what weights come through; so each
-        // thread looks at one of its late lines until that is there, and then at all of them.
-        constexpr int LATE = MINE * 3 / 4;
-        Line one[1] = {lines[LATE]};
-        const u64 there[1] = {at[LATE]};
-        receive(one, there, wanted >> LATE & 1, now);
     }
     receive(lines, at, wanted, now);
     if constexpr (N > 0) {

@@ -23,6 +23,12 @@ __device__ __forceinline__ float exp2_(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// 16 rows of 16 numbers (those of a lane: of rows r and r + 8, where r = lane / 4) times 16 rows of 8, added to 16 rows of 8.
+__device__ __forceinline__ void multiply(float (&sums)[4], u32 upper, u32 lower, u32 upper_right, u32 lower_right, u32 x, u32 x_below) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(upper), "r"(lower), "r"(upper_right), "r"(lower_right), "r"(x), "r"(x_below));
+}
 
 // ---- barriers and copies
 
