@@ -25,6 +25,7 @@ using i64 = long long;
 
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }

@@ -315,7 +315,7 @@ def attention(
     queries, parts = heads // pairs, parts_of(pairs, blocks)
     text = f"""struct NAME {{
     static constexpr int HEAD = {head}, QUERIES = {queries}, GROUPS = {pairs}, AGAIN = {pairs // groups}, CONTEXT = {context};
-    static constexpr int WINDOW = {window}, TILE = {slot // (4 * head)}, PARTS = {parts};
+    static constexpr int WINDOW = {window}, TILE = {slot // (4 * head)}, PARTS = {parts}, JOINED = {joined_of(parts)};
     static __device__ __forceinline__ float scale() {{ return {_literal(scale * math.log2(math.e))}; }}
 }};"""
     names = ("query", "new_key", "new_value", "result", "keys", "values", "places", "parts", "tops")
@@ -333,6 +333,11 @@ def parts_of(pairs: int, blocks: int) -> int:
     return max(1, WARPS * blocks // pairs)
 
 
+def joined_of(parts: int) -> int:
+    """How many blocks at most have warps with parts of the same queries, which they put together first."""
+    return (parts + 2 * WARPS - 2) // WARPS
+
+
 # ---- the kernel
 
 
@@ -342,9 +347,9 @@ def text_of(path: Path) -> str:
 
 
 def room_for(widths: Iterable[int], heads: Iterable[int]) -> int:
-    """Bytes for the widest vector, or the queries of all warps, or what they sum up."""
-    queries = WARPS * (MOST_QUERIES + 2) * 2 * max(heads)
-    return -(-max(2 * max(widths), queries, 16 * 32 * WARPS) // 128) * 128
+    """Bytes for the widest vector, or what all warps sum up for their queries, or what they join."""
+    sums = WARPS * (MOST_QUERIES + 1) * 4 * max(heads)
+    return -(-max(2 * max(widths), sums, 16 * 32 * WARPS) // 128) * 128
 
 
 def kernel(phases: list[Phase], ring: Ring, room: int, blocks: int, target: Target, machine: Path = MACHINE) -> str:

@@ -22,7 +22,7 @@ QUERIES = 64  # rows of a block at most: queries that share a head of keys
 STEP = 32  # positions at a time
 LOOK = 2048  # positions of a mask that are looked at at once
 BLOCKS = 2  # for each unit of the device, that the context is split for
-WARPS, STAGES = 4, 2
+WARPS, STAGES = 4, 3
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

@@ -316,38 +316,52 @@ __device__ __forceinline__ void product(Walk& walk, const u64* t) {
 // t: query, new key, new value (packets), result (packets), cache of keys, of values, places (for all phases alike), parts, tops
 enum { QUERY, NEW_KEY, NEW_VALUE, RESULT, KEYS, VALUES, PLACES, PARTS, TOPS };
 
-// How the positions of the cache that are seen are split: `tiles` tiles for each of `parts` warps, from position `first`; `place`: of the newest.
+// How the positions of the cache that are seen are split: `each` for each of `parts` warps, from position `first`; `place`: of the newest.
+// Warps of a block follow each other, and what they make of one group of queries is one part for those who join them.
 template <class A>
 struct Splits {
-    int first, place, tiles, parts;
+    int first, place, each, parts, tiles;
+    int items, begin;  // of this block
 
-    __device__ __forceinline__ Splits(int newest) : place(newest) {
+    __device__ __forceinline__ Splits(const Walk& walk) : place(walk.place) {
+        constexpr int STEP = 256 / A::HEAD;  // positions that a warp takes at once
+        static_assert(A::GROUPS <= BLOCKS * WARPS, "a warp for each group");
         first = A::WINDOW && place >= A::WINDOW ? place - A::WINDOW + 1 : 0;
-        const int all = (place - first + A::TILE - 1) / A::TILE;
-        tiles = (all + A::PARTS - 1) / A::PARTS;
-        parts = tiles ? (all + tiles - 1) / tiles : 1;
+        const int all = place - first;
+        each = ((all + A::PARTS - 1) / A::PARTS + STEP - 1) / STEP * STEP;
+        parts = each ? (all + each - 1) / each : 1;
+        tiles = (each + A::TILE - 1) / A::TILE;
+        const int turn = ((int)blockIdx.x - (int)walk.next + BLOCKS) % BLOCKS;
+        begin = turn * WARPS;
+        items = max(0, min(A::GROUPS * parts - begin, WARPS));
     }
-    // How many positions of a tile there are.
-    __device__ __forceinline__ int seen(int tile) const { return max(0, min(place - tile, A::TILE)); }
+    __device__ __forceinline__ int blocks() const { return (A::GROUPS * parts + WARPS - 1) / WARPS; }
+    // How many positions there are from here on, in a tile of this part.
+    __device__ __forceinline__ int seen(int part, int tile) const {
+        return max(0, min(min(first + (part + 1) * each, place) - (first + part * each + tile * A::TILE), A::TILE));
+    }
+    // The blocks that have something of a group: the first one, and how many.
+    __device__ __forceinline__ int first_block(int group) const { return group * parts / WARPS; }
+    __device__ __forceinline__ int joined(int group) const { return ((group + 1) * parts - 1) / WARPS - first_block(group) + 1; }
 };
+template <class A>
+__device__ __forceinline__ void done(Walk& walk, const Splits<A>& splits) {
+    walk.piece += splits.items * splits.tiles;
+    walk.next = (walk.next + splits.blocks()) % BLOCKS;
+}
 
 template <class A>
 __device__ __forceinline__ void feed_attention(Walk& walk, const u64* t, u64 policy) {
-    const Splits<A> splits(walk.place);
-    const int count = A::GROUPS * splits.parts;
-    const Share mine = share(walk, count);
-    for (int round = 0; round < mine.count; round += WARPS) {
-        const int items = min(mine.count - round, WARPS);
-        for (int begin = 0; begin < items * splits.tiles; begin += 32) {
-            // A piece is a tile of keys, and behind it the values.
-            const int e = begin + lane(), item = mine.first + (round + e % items) * BLOCKS;
-            const int group = item / splits.parts / A::AGAIN, place = splits.first + (item % splits.parts * splits.tiles + e / items) * A::TILE;
-            const u32 bytes = splits.seen(place) * A::HEAD * 2;
-            const u64 at = ((i64)group * A::CONTEXT + place) * A::HEAD * 2;
-            push(walk.piece + round * splits.tiles + begin, min(items * splits.tiles - begin, 32), t[KEYS] + at, t[VALUES] + at, bytes, bytes, policy);
-        }
+    const Splits<A> splits(walk);
+    for (int begin = 0; begin < splits.items * splits.tiles; begin += 32) {
+        // A piece is a tile of keys, and behind it the values.
+        const int e = begin + lane(), item = splits.begin + e % splits.items, part = item % splits.parts, tile = e / splits.items;
+        const int group = item / splits.parts / A::AGAIN, place = splits.first + part * splits.each + tile * A::TILE;
+        const u32 bytes = splits.seen(part, tile) * A::HEAD * 2;
+        const u64 at = ((i64)group * A::CONTEXT + place) * A::HEAD * 2;
+        push(walk.piece + begin, min(splits.items * splits.tiles - begin, 32), t[KEYS] + at, t[VALUES] + at, bytes, bytes, policy);
     }
-    done(walk, mine, count, splits.tiles);
+    done(walk, splits);
 }
 
 // Some positions against the queries of a group: 8 numbers of a head in each lane.
@@ -357,7 +371,7 @@ struct Mixed {
     float query[A::QUERIES][8], sums[A::QUERIES][8], top[A::QUERIES], total[A::QUERIES];
 
     template <int N>
-    __device__ __forceinline__ void add(const uint4 (&keys)[N], uint4 (&values)[N], const bool (&seen)[N]) {
+    __device__ __forceinline__ void add(const uint4 (&keys)[N], const uint4 (&values)[N], const bool (&seen)[N]) {
         float score[N][A::QUERIES];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -394,7 +408,6 @@ struct Mixed {
         }
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            if (!seen[i]) values[i] = make_uint4(0, 0, 0, 0);  // whatever the slot held before
             const u32 v[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
 #pragma unroll
             for (int e = 0; e < 8; ++e)
@@ -422,15 +435,21 @@ struct Mixed {
     }
 };
 
+// What a warp has of a group, for the others of its block: sums of all queries, and behind them tops and totals. Before that, queries.
 template <class A>
-__device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, const Splits<A>& splits, int item, u32 piece, u32 apart) {
+__device__ __forceinline__ float* sums_of(u32 warp) {
+    return (float*)room() + warp * (A::QUERIES + 1) * A::HEAD;
+}
+
+template <class A>
+__device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, const Splits<A>& splits) {
     constexpr int LINES = A::HEAD / 4, ALL = ((A::QUERIES + 2) * LINES + 31) / 32, N = 4;
     using M = Mixed<A>;
-    static_assert(A::TILE % (N * M::STEP) == 0, "whole steps in a tile");
     Barriers& bars = barriers();
-    const int group = item / splits.parts, part = item % splits.parts, head = group * A::QUERIES, shared_head = group / A::AGAIN;
+    const int item = splits.begin + warp(), group = item / splits.parts, part = item % splits.parts;
+    const int head = group * A::QUERIES, shared_head = group / A::AGAIN;
     const bool newest = part == splits.parts - 1;
-    unsigned char* const mine = room() + warp() * (A::QUERIES + 2) * A::HEAD * 2;
+    float* const mine = sums_of<A>(warp());
     {
         Line lines[ALL] = {};
         u64 at[ALL];
@@ -462,75 +481,121 @@ __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, cons
         mixed.top[g] = LOWEST;
         mixed.total[g] = 0.f;
     }
-    int place = splits.first + part * splits.tiles * A::TILE;
-    for (int tile = 0; tile < splits.tiles; ++tile, place += A::TILE) {
+    u32 piece = walk.piece + warp();
+    for (int tile = 0; tile < splits.tiles; ++tile, piece += splits.items) {
         const u32 slot = piece % SLOTS;
         while ((int)(bars.issued - piece) <= 0) pause();
         wait(shared(&bars.full[slot]), piece / SLOTS & 1);
-        const uint4 *keys = (const uint4*)(memory + slot * SLOT) + lane(), *values = keys + splits.seen(place) * M::LANES;
-        for (int j = 0; j < A::TILE && place + j < splits.place; j += N * M::STEP) {
+        const int seen = splits.seen(part, tile);
+        const uint4 *keys = (const uint4*)(memory + slot * SLOT) + lane(), *values = keys + seen * M::LANES;
+        int j = 0;
+        for (; j + N * M::STEP <= seen; j += N * M::STEP) {
             uint4 k[N], v[N];
-            bool seen[N];
+            bool there[N];
 #pragma unroll
             for (int i = 0; i < N; ++i) {
                 k[i] = keys[(j / M::STEP + i) * 32];
                 v[i] = values[(j / M::STEP + i) * 32];
-                seen[i] = place + j + i * M::STEP + behind < splits.place;
+                there[i] = true;
             }
-            mixed.add(k, v, seen);
+            mixed.add(k, v, there);
+        }
+        for (; j < seen; j += M::STEP) {
+            const uint4 none = make_uint4(0, 0, 0, 0);
+            const bool there[1] = {j + behind < seen};
+            const uint4 k[1] = {there[0] ? keys[j / M::STEP * 32] : none}, v[1] = {there[0] ? values[j / M::STEP * 32] : none};
+            mixed.add(k, v, there);
         }
         __syncwarp();
         if (lane() == 0) arrive(shared(&bars.empty[slot]));
-        piece += apart;
     }
     if (newest) {
         const uint4 k[1] = {*((const uint4*)mine + A::QUERIES * M::LANES + within)};
-        uint4 v[1] = {*((const uint4*)mine + (A::QUERIES + 1) * M::LANES + within)};
-        const bool seen[1] = {behind == 0};
-        mixed.add(k, v, seen);
+        const bool there[1] = {behind == 0};
+        const uint4 v[1] = {there[0] ? *((const uint4*)mine + (A::QUERIES + 1) * M::LANES + within) : make_uint4(0, 0, 0, 0)};
+        mixed.add(k, v, there);
     }
     mixed.merge();
     __syncwarp();
 #pragma unroll
     for (int g = 0; g < A::QUERIES; ++g) {
-        const i64 at = (i64)(head + g) * A::PARTS + part;
         if (lane() < M::LANES)
 #pragma unroll
-            for (int e = 0; e < 8; e += 2) send_two(t[PARTS] + (at * A::HEAD + within * 8 + e) * 8, mixed.sums[g][e], mixed.sums[g][e + 1], walk.now);
-        if (lane() == 0) send_two(t[TOPS] + at * 16, mixed.top[g], mixed.total[g], walk.now);
+            for (int e = 0; e < 8; e += 4)
+                *(float4*)(mine + g * A::HEAD + within * 8 + e) =
+                    make_float4(mixed.sums[g][e], mixed.sums[g][e + 1], mixed.sums[g][e + 2], mixed.sums[g][e + 3]);
+        if (lane() == 0) {
+            mine[A::QUERIES * A::HEAD + 2 * g] = mixed.top[g];
+            mine[A::QUERIES * A::HEAD + 2 * g + 1] = mixed.total[g];
+        }
+    }
+}
+
+// What the warps of this block have of a group, together: one part. Those warps share the queries.
+template <class A>
+__device__ __forceinline__ void send_part(const Walk& walk, const u64* t, const Splits<A>& splits) {
+    const int group = (splits.begin + (int)warp()) / splits.parts, part = splits.begin / WARPS - splits.first_block(group);
+    const int from = max(group * splits.parts - splits.begin, 0), to = min((group + 1) * splits.parts - splits.begin, splits.items);
+    for (int g = (int)warp() - from; g < A::QUERIES; g += to - from) {
+        float top = LOWEST, total = 0.f, weight[WARPS];
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            weight[w] = from <= w && w < to ? sums_of<A>(w)[A::QUERIES * A::HEAD + 2 * g] : LOWEST;
+            top = fmaxf(top, weight[w]);
+        }
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            weight[w] = exp2_(weight[w] - top);
+            if (from <= w && w < to) total += weight[w] * sums_of<A>(w)[A::QUERIES * A::HEAD + 2 * g + 1];
+        }
+        const i64 at = (i64)(group * A::QUERIES + g) * A::JOINED + part;
+#pragma unroll
+        for (int column = 0; column < A::HEAD; column += 64) {
+            float first = 0.f, second = 0.f;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) {
+                if (!(from <= w && w < to)) continue;
+                const float2 its = *(const float2*)(sums_of<A>(w) + g * A::HEAD + column + 2 * lane());
+                first += weight[w] * its.x;
+                second += weight[w] * its.y;
+            }
+            send_two(t[PARTS] + (at * A::HEAD + column + 2 * lane()) * 8, first, second, walk.now);
+        }
+        if (lane() == 0) send_two(t[TOPS] + at * 16, top, total, walk.now);
     }
 }
 
 // The parts of 64 numbers of a head, two in each lane; warps share the parts, and their sums are added in order.
 template <class A>
-__device__ __forceinline__ void join_parts(const Walk& walk, const u64* t, int parts, int item) {
-    const int head = item / (A::HEAD / 64), column = item % (A::HEAD / 64) * 64 + lane() * 2;
+__device__ __forceinline__ void join_parts(const Walk& walk, const u64* t, const Splits<A>& splits, int item) {
+    constexpr int N = 3;  // parts of a warp at once: there are seldom more
+    const int head = item / (A::HEAD / 64), column = item % (A::HEAD / 64) * 64 + lane() * 2, parts = splits.joined(head / A::QUERIES);
     float top = LOWEST, total = 0.f, first = 0.f, second = 0.f;
-    for (int begin = 0; begin < parts; begin += 2 * WARPS) {
-        Line lines[4] = {};
-        u64 at[4];
+    for (int begin = 0; begin < parts; begin += N * WARPS) {
+        Line lines[2 * N] = {};
+        u64 at[2 * N];
         u32 wanted = 0;
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        for (int j = 0; j < N; ++j) {
             const int part = begin + warp() + j * WARPS;
-            const i64 place = (i64)head * A::PARTS + part;
+            const i64 place = (i64)head * A::JOINED + part;
             at[j] = t[PARTS] + (place * A::HEAD + column) * 8;
-            at[2 + j] = t[TOPS] + place * 16;
-            if (part < parts) wanted |= 5u << j;
+            at[N + j] = t[TOPS] + place * 16;
+            if (part < parts) wanted |= (1u | 1u << N) << j;
         }
         const u32 there = wanted;
         receive(lines, at, wanted, walk.now);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        for (int j = 0; j < N; ++j) {
             if (!(there >> j & 1)) continue;
-            const float its = __uint_as_float(lines[2 + j].first), higher = fmaxf(top, its), keep = exp2_(top - higher), weight = exp2_(its - higher);
-            total = total * keep + weight * __uint_as_float(lines[2 + j].second);
+            const float its = __uint_as_float(lines[N + j].first), higher = fmaxf(top, its), keep = exp2_(top - higher), weight = exp2_(its - higher);
+            total = total * keep + weight * __uint_as_float(lines[N + j].second);
             first = first * keep + weight * __uint_as_float(lines[j].first);
             second = second * keep + weight * __uint_as_float(lines[j].second);
             top = higher;
         }
     }
-    sync();  // queries lay where the sums will
+    sync();  // parts lay where the sums will
     float4* const all = (float4*)room();
     all[threadIdx.x] = make_float4(top, total, first, second);
     sync();
@@ -553,17 +618,13 @@ __device__ __forceinline__ void join_parts(const Walk& walk, const u64* t, int p
 
 template <class A>
 __device__ __forceinline__ void attention(Walk& walk, const u64* t) {
-    const Splits<A> splits(walk.place);
-    const int count = A::GROUPS * splits.parts;
-    const Share mine = share(walk, count);
+    const Splits<A> splits(walk);
     sync();  // queries go where the last vector lay
-    for (int round = 0; round < mine.count; round += WARPS) {
-        const int items = min(mine.count - round, WARPS), place = (warp() + WARPS - walk.turn % WARPS) % WARPS;
-        if (place >= items) continue;
-        attend_part<A>(walk, t, splits, mine.first + (round + place) * BLOCKS, walk.piece + round * splits.tiles + place, items);
-    }
-    done(walk, mine, count, splits.tiles);
-    for (int item = blockIdx.x; item < A::GROUPS * A::QUERIES * A::HEAD / 64; item += BLOCKS) join_parts<A>(walk, t, splits.parts, item);
+    if (warp() < splits.items) attend_part<A>(walk, t, splits);
+    sync();
+    if (warp() < splits.items) send_part<A>(walk, t, splits);
+    done(walk, splits);
+    for (int item = blockIdx.x; item < A::GROUPS * A::QUERIES * A::HEAD / 64; item += BLOCKS) join_parts<A>(walk, t, splits, item);
 }
 
 // ---- the kernel: phases are written behind this text

@@ -167,7 +167,8 @@ class OneKernel:
             elif isinstance(phase, Attend) and entry.kind in ("parts", "tops"):
                 pairs = cuda_phases.pairs_of(phase.heads, phase.caches[0].meta["val"].shape[1])
                 each = phase.result.cols // phase.heads if entry.kind == "parts" else 2
-                size = phase.heads * cuda_phases.parts_of(pairs, self.blocks) * each * PACKET
+                parts = cuda_phases.joined_of(cuda_phases.parts_of(pairs, self.blocks))
+                size = phase.heads * parts * each * PACKET
                 take(entry, size, number, self.life.released(number))
         return places, end
 
