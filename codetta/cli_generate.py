@@ -71,10 +71,10 @@ def generate_command(
 
 def _speed(times: list[float], generator: Generator) -> dict[str, float]:
     """Of the steps, without the first two: one reads the prompt, one builds what is built once."""
-    if len(times) < 4:
+    room = generator.decoder.current
+    if len(times) < 4 or room is None:
         return {}
-    seconds = (times[-1] - times[1]) / (len(times) - 2)
-    slots = generator.decoder.current.slots
+    seconds, slots = (times[-1] - times[1]) / (len(times) - 2), room.slots
     # On the way the cache was as full as it is on the average.
     used = slots.bytes * (int(slots.places[0]) - len(times) / 2) / slots.context
     moved = weight_bytes(generator.decoder.causal.model) + used

@@ -137,8 +137,15 @@ class Generator:
         mine = self._streams
         texts = [Text(self.tokenizer, stops) for _ in prompts]
         going = set(range(len(prompts)))
-        chosen = self.decoder.begin(prompts, sampling).tolist()
+        most = [min(tokens, self.decoder.context - len(each)) for each in prompts]  # tokens that each can get
+        coming = self.decoder.begin(prompts, sampling)
         for number in range(1, tokens + 1):
+            # The device goes on while the host reads. Where what it reads is the end of all, the step was for nothing and does no harm:
+            # nobody hears it, a place without room is the last one again, and the next call's prompts set tokens and places anew.
+            # The first token waits for nothing: the first step may have to be compiled.
+            wanted = self.decoder.ahead and number > 1 and any(number < most[at] for at in going)
+            ahead = self.decoder.turn() if wanted else None
+            chosen = coming.read()
             for at in sorted(going):
                 token = chosen[at]
                 reason = self._reason(token, number, tokens, len(prompts[at]))
@@ -153,7 +160,7 @@ class Generator:
                 raise CodettaError(
                     "another stream of this Generator has begun: make one for each that run side by side"
                 )
-            chosen = self.decoder.turn(sampling).tolist()
+            coming = ahead or self.decoder.turn()
 
     def _reason(self, token: int, made: int, wanted: int, prompt: int) -> str | None:
         if token in self.ends:

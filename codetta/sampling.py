@@ -89,10 +89,20 @@ def choose(logits: Tensor, sampling: Sampling, step: Tensor, rows: Tensor, seen:
     batch = logits.shape[0]
     _check_beside(logits, "step", step, (torch.int64, torch.int32), ((), (batch,)))
     _check_beside(logits, "rows", rows, (torch.int64, torch.int32), ((batch,),))
+    return draw(logits, sampling, step.long() + first_count(sampling.seed), rows, seen)
+
+
+def draw(
+    logits: Tensor, sampling: Sampling, counter: Tensor, rows: Tensor, seen: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """As `choose`, unchecked; stored in `out`, where that is given.
+
+    counter: the step plus `first_count` of the seed. The settings' own seed is not read, so one CUDA graph serves every seed.
+    """
     if sampling.greedy:
-        return likeliest(_penalised(logits, sampling, seen))
-    race = _headstart(sampling.seed, step, rows, logits.shape[1]) / _weights(logits, sampling, seen)
-    return likeliest(race)
+        return likeliest(_penalised(logits, sampling, seen), out)
+    race = _headstart(counter, rows, logits.shape[1]) / _weights(logits, sampling, seen)
+    return likeliest(race, out)
 
 
 def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
@@ -155,13 +165,13 @@ def _below(weights: Tensor, top_p: float) -> Tensor:
     return below
 
 
-def _headstart(seed: int, step: Tensor, rows: Tensor, vocabulary: int) -> Tensor:
-    """-E (B, V) in float32, E exponential and never 0: a function of seed, row, step and token.
+def _headstart(counter: Tensor, rows: Tensor, vocabulary: int) -> Tensor:
+    """-E (B, V) in float32, E exponential and never 0: a function of counter, row and token.
 
     Multiples of the golden ratio keep their distance: no two (row, step) share a stream while rows differ by less than 2³⁰ and steps by
     less than 2³².
     """
-    stream = _mixed(rows.long() * STRIDE + (step.long() + _hashed(seed)))
+    stream = _mixed(rows.long() * STRIDE + counter)
     token = torch.arange(vocabulary, device=rows.device) * STRIDE
     bits = _mixed(stream[:, None] + token).bitwise_and_(MAX).bitwise_or_(1)
     # The race is decided by the smallest E, some 1/V: -log(u) knows it to 2⁻²⁴ near u = 1, where tokens would tie and low ones win, while
@@ -178,8 +188,9 @@ def _mixed(words: Tensor) -> Tensor:
     return words
 
 
-def _hashed(seed: int) -> int:
-    """The same on the host, so that seeds next to each other are far apart, and a stream of one is none of another's."""
+def first_count(seed: int) -> int:
+    """Where `draw` counts from: `_mixed` on the host, so that seeds next to each other are far apart, and a stream of one is none of
+    another's."""
     word = seed + STRIDE
     for shift, multiplier in ((30, FIRST), (27, SECOND)):
         word %= 2**64

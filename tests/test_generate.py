@@ -11,11 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import codetta
 from codetta.cli import app
+from codetta.decode import SAMPLED, Decoder, Sent
+from codetta.runtime.recorded import WARM, Recorded
+from codetta.sampling import Sampling, choose
 from codetta.steps import Launch, Run
 from codetta.text import Text
 
@@ -78,7 +81,7 @@ def test_greedy_is_hugging_faces(name: str) -> None:
 def test_rows_are_written_where_the_cache_lies() -> None:
     generator = codetta.Generator(model("Llama"), context=64)
     generator(PROMPTS[0], tokens=4)
-    room = generator.decoder.rooms[1]
+    room = generator.decoder.current
     slots, (executor,) = room.slots, room.step.backend.executors
     assert "copy_" not in executor.source and "index_put" not in executor.source
     # By the programs that make them, with the rotation in their epilogues: one for each layer, of keys and of values.
@@ -178,8 +181,10 @@ def test_a_changed_weight_is_seen() -> None:
     assert generator(PROMPTS[0], tokens=8).tokens == fresh(PROMPTS[0], tokens=8).tokens != before
 
 
-def test_an_interrupted_stream_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_interrupted_stream_leaves_nothing_behind(ahead: bool) -> None:
     generator = codetta.Generator(model("Llama"), context=64)
+    generator.decoder.ahead = ahead
     want = expected("Llama", tuple(PROMPTS[0]), 12)
     stream = generator.stream(PROMPTS[0], tokens=12)
     assert [next(stream).token for _ in range(5)] == want[:5]
@@ -187,13 +192,21 @@ def test_an_interrupted_stream_leaves_nothing_behind() -> None:
     assert generator(PROMPTS[0], tokens=12).tokens == want
 
 
-def test_two_streams_of_one_generator() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_two_streams_of_one_generator(ahead: bool) -> None:
+    """The first is told so, and does nothing before that: the second goes on as if it were alone."""
     generator = codetta.Generator(model("Llama"), context=64)
+    generator.decoder.ahead = ahead
     first = generator.stream(PROMPTS[0], tokens=12)
     next(first)
-    assert next(generator.stream(PROMPTS[1], tokens=12)).token == expected("Llama", tuple(PROMPTS[1]), 12)[0]
-    with pytest.raises(codetta.CodettaError, match="another stream"):
+    second = generator.stream(PROMPTS[1], tokens=12)
+    begun = next(second).token
+    with (
+        pytest.raises(codetta.CodettaError, match="another stream"),
+        mock.patch.object(generator.decoder, "turn", side_effect=AssertionError),
+    ):
         next(first)
+    assert [begun, *(each.token for each in second)] == expected("Llama", tuple(PROMPTS[1]), 12)
 
 
 def test_the_end() -> None:
@@ -266,6 +279,148 @@ def test_text_is_streamed_and_stopped() -> None:
     stop = whole.text[4:7]
     short = generator("abc", tokens=20, stop=stop)
     assert (short.text, short.reason) == (whole.text[: whole.text.index(stop)], "stop")
+
+
+# ---- a step ahead of the host -----------------------------------------------------------------------------------
+
+
+def answers(generator: codetta.Generator, ahead: bool, **how: Any) -> tuple[list[codetta.Generated], int]:
+    """To PROMPTS, and in how many steps."""
+    generator.decoder.ahead = ahead
+    with mock.patch.object(generator.decoder, "turn", wraps=generator.decoder.turn) as turn:
+        return generator(PROMPTS, **how), turn.call_count
+
+
+def test_a_step_ahead_changes_nothing() -> None:
+    """Answers are the same for every reason to end. One step more is made at most, and none where it is known that nobody wants it."""
+    generator = codetta.Generator(model("Llama"), Letters(), context=24)
+    whole = generator(PROMPTS, tokens=12)
+    sampled = {"temperature": 2.0, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}
+    stops = {"stop": [each.text[2:4] for each in whole]}
+    all_end, one_ends, longest_ends = {each.tokens[4] for each in whole}, {whole[0].tokens[3]}, {whole[1].tokens[6]}
+    cases: list[tuple[dict[str, Any], set[int], set[str], int]] = [
+        ({"tokens": 1}, set(), {"length"}, 0),
+        ({"tokens": 2}, set(), {"length"}, 0),
+        ({"tokens": 12}, set(), {"length"}, 0),
+        ({"tokens": 12, **sampled}, set(), {"length"}, 0),
+        ({"tokens": 12, **stops}, set(), {"stop"}, 1),
+        ({"tokens": 12}, all_end, {"end"}, 1),
+        ({"tokens": 12}, one_ends, {"end", "length"}, 0),
+        ({"tokens": 100}, set(), {"context"}, 0),
+        ({"tokens": 100, **sampled}, set(), {"context"}, 0),
+        ({"tokens": 100}, longest_ends, {"end", "context"}, 0),
+    ]
+    for how, ends, reasons, more in cases:
+        generator.ends = ends
+        (plain, needed), (made, steps) = (answers(generator, ahead, **how) for ahead in (False, True))
+        assert made == plain, how
+        assert {each.reason for each in made} == reasons, how
+        assert needed == max(len(each.tokens) for each in made) - 1, how
+        assert steps == needed + more, how
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_when_the_host_reads(ahead: bool) -> None:
+    """One step behind the device, or after each step; the first token waits for no step either way."""
+    generator = codetta.Generator(model("Llama"), context=64)
+    generator.decoder.ahead = ahead
+    done: list[str] = []
+    turn, read = Decoder.turn, Sent.read
+    with (
+        mock.patch.object(Decoder, "turn", lambda self: (done.append("turn"), turn(self))[1]),
+        mock.patch.object(Sent, "read", lambda self: (done.append("read"), read(self))[1]),
+    ):
+        generator(PROMPTS[0], tokens=3)
+        assert done == ["read", "turn", *(["turn", "read"] if ahead else ["read", "turn"]), "read"]
+        done.clear()
+        generator(PROMPTS[0], tokens=1)
+        assert done == ["read"]
+
+
+# ---- recordings of sampled steps --------------------------------------------------------------------------------
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.95},
+    {"temperature": 2.0, "min_p": 0.1},
+    {"temperature": 0.9, "top_k": 12, "top_p": 0.85, "min_p": 0.05, "repetition_penalty": 1.2},
+    {"repetition_penalty": 1.3},
+    {"temperature": 1.0},  # again, when its recording is gone
+    {},
+]
+ALIKE = [*PROMPTS, PROMPTS[0]]
+
+
+@torch.no_grad()
+def unrecorded(decoder: Decoder, tokens: int, how: Sampling) -> list[list[int]]:
+    """The answers to ALIKE, chosen one step after the other from a step's logits, by tensors that are made here."""
+    chosen = [decoder.begin(ALIKE, how).read()]
+    room, device = decoder.current, decoder.device
+    rows = torch.tensor([0, 0, 0, 1], device=device)
+    seen = torch.zeros(len(ALIKE), decoder.causal.config.vocab_size, dtype=torch.bool, device=device)
+    for row, prompt in enumerate(ALIKE):
+        seen[row, prompt] = True
+    for step in range(1, tokens):
+        seen.scatter_(1, torch.tensor(chosen[-1], device=device)[:, None], True)
+        found = choose(room.logits(), how, torch.tensor(step, device=device), rows, seen)
+        chosen.append(room.choice.tokens.copy_(found).tolist())
+    return [list(each) for each in zip(*chosen, strict=True)]
+
+
+def test_sampled_steps_are_a_plain_loop() -> None:
+    generator = codetta.Generator(model("Llama"), context=64)
+    for seed, kind in enumerate(KINDS):
+        for each in (seed, 2**64 - 1 - seed):
+            want = unrecorded(generator.decoder, 12, Sampling(**kind, seed=each))
+            assert [one.tokens for one in generator(ALIKE, tokens=12, **kind, seed=each)] == want, kind
+
+
+def test_making_a_recording_changes_nothing() -> None:
+    """As on a GPU: the function is called a few times, and what it says that it changes is put back."""
+
+    def rehearsed(self: Recorded) -> Tensor:
+        before = [each.clone() for each in self.kept]
+        for _ in range(WARM + 1):
+            self.function()
+        for each, was in zip(self.kept, before, strict=True):
+            each.copy_(was)
+        return self.function()
+
+    generator = codetta.Generator(model("Llama"), context=64)
+    sample = lambda kind: [each.tokens for each in generator(ALIKE, tokens=8, **kind, seed=5)]  # noqa: E731
+    want = [sample(kind) for kind in KINDS]
+    with mock.patch.object(Recorded, "__call__", rehearsed):
+        assert [sample(kind) for kind in KINDS] == want
+
+
+def test_which_recordings_are_kept() -> None:
+    """One for each kind of sampling, whatever the seed; only the last ones. What they read stays where it is; they can be forgotten."""
+    generator = codetta.Generator(model("Llama"), context=64)
+    decoder, (first, second, *_, other, penalised) = generator.decoder, KINDS[:6]
+
+    def known(kind: dict[str, Any], seed: int) -> Recorded:
+        generator(PROMPTS[0], tokens=3, **kind, seed=seed)
+        return decoder.current.sampled[Sampling(**kind)]
+
+    made = known(penalised, 1)
+    choice = decoder.current.choice
+    tensors = (choice.tokens, choice.rows, choice.counter, choice.seen)
+    assert known(penalised, 2) is made
+    known(other, 1)
+    assert known(penalised, 3) is made and len(decoder.current.sampled) == 2
+    assert all(each is was for each, was in zip(vars(choice).values(), tensors, strict=True))
+    known(first, 1)
+    assert list(decoder.current.sampled) == [Sampling(**penalised), Sampling(**first)]
+    known(second, 1)
+    assert list(decoder.current.sampled) == [Sampling(**first), Sampling(**second)] and SAMPLED == 2
+    assert known(penalised, 1) is not made
+    recordings = [decoder.current.likeliest, *decoder.current.sampled.values()]
+    for each in recordings:
+        each.graph = each.result = mock.sentinel.made
+    with mock.patch.object(Decoder, "device", torch.device("cuda")):  # where parameters are looked at
+        decoder._look_at_parameters()
+    assert [each.graph for each in recordings] == [None] * 3
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as hf
 from codetta import sampling as module
 from codetta.backends import triton_argmax
 from codetta.errors import ArgumentError
-from codetta.sampling import Sampling, choose, probabilities
+from codetta.sampling import Sampling, choose, draw, first_count, probabilities
 
 INF = math.inf
 SETTINGS: list[dict[str, Any]] = [
@@ -261,7 +261,7 @@ def test_neighbours_are_independent(apart: str) -> None:
 
 def test_small_numbers_of_the_race() -> None:
     """A vocabulary's race is won by less than 1/V. There numbers keep their 24 bits: 24 bits of u alone would make dozens of ties."""
-    times = -module._headstart(3, torch.tensor(2), torch.arange(8), 2**17).double()
+    times = -module._headstart(torch.tensor(2 + first_count(3)), torch.arange(8), 2**17).double()
     assert float(times.min()) > 0 and bool(times.isfinite().all())
     smallest = times.flatten().sort().values[:1000]
     assert len(smallest.unique()) == 1000
@@ -280,7 +280,7 @@ def test_extreme_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the hash gives, E is a positive number, so that tokens without weight never win."""
     words = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), -(2**63) + 1, 2**62])
     monkeypatch.setattr(module, "_mixed", lambda given: words.expand(given.shape) if given.dim() == 2 else given)
-    times = -module._headstart(0, torch.tensor(0), torch.arange(1), 7)
+    times = -module._headstart(torch.tensor(0), torch.arange(1), 7)
     assert bool((times > 0).all()) and bool(times.isfinite().all())
     monkeypatch.setattr(module, "_mixed", lambda given: torch.full_like(given, -1))
     logits = torch.tensor([[-INF, -INF, 0.0, -1.0]])
@@ -294,7 +294,7 @@ def test_hash() -> None:
     assert [each ^ each >> 31 for each in words] == [
         6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
     ]  # fmt: skip
-    assert module._hashed(1234567) % 2**64 == words[0]
+    assert first_count(1234567) % 2**64 == words[0]
 
 
 def test_seeds() -> None:
@@ -306,6 +306,13 @@ def test_seeds() -> None:
         assert torch.equal(tokens, choose(logits.clone(), how, *at(0, 64), None))
         chosen[seed] = tuple(tokens.tolist())
     assert len(set(chosen.values())) == 7
+    # A counter that has the seed in it counts on: no seed is read beside it.
+    counter, row = torch.tensor(first_count(2**63)), torch.arange(64)
+    for step in range(3):
+        out = torch.empty(64, dtype=torch.int64)
+        drawn = draw(logits, Sampling(2.0, seed=step), counter, row, None, out)
+        assert drawn is out and torch.equal(out, choose(logits, Sampling(2.0, seed=2**63), *at(step, 64), None))
+        counter += 1
     # Pinned: text that somebody could make again yesterday can be made again tomorrow.
     tokens = draws(torch.zeros(1000), Sampling(1.0, seed=5), 6, "rows")
     assert tokens.tolist() == [567, 594, 836, 87, 168, 51]

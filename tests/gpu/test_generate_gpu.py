@@ -32,7 +32,7 @@ def test_greedy_is_hugging_faces(name: str) -> None:
     generator = codetta.Generator(model, context=128)
     want = [expected(model, each, 60) for each in small.PROMPTS]
     assert generator(small.PROMPTS[0], tokens=60).tokens == want[0]
-    assert generator.decoder.rooms[1].likeliest.graph is not None
+    assert generator.decoder.current.likeliest.graph is not None
     assert [each.tokens for each in generator(small.PROMPTS, tokens=60)] == want
     assert generator(small.PROMPTS[1], tokens=60).tokens == want[1]
 
@@ -48,7 +48,7 @@ def test_bf16_is_as_close_as_eager() -> None:
     with torch.no_grad():
         eager = model(prompt).logits[0, -1]
         decoder.begin([small.PROMPTS[1][:-1]], codetta.Sampling())
-        decoder.current.tokens.fill_(small.PROMPTS[1][-1])
+        decoder.current.choice.tokens.fill_(small.PROMPTS[1][-1])
         ours = decoder.current.logits()[0]
     error, theirs = ((each.double() - want).norm() / want.norm() for each in (ours, eager))
     assert error <= 2 * theirs + 1e-6
@@ -64,6 +64,41 @@ def test_samples_and_changed_weights() -> None:
         model.lm_head.weight.copy_(model.lm_head.weight.roll(1, 0))
         model.model.layers[0].input_layernorm.weight.mul_(0.5)
     assert generator(small.PROMPTS[0], tokens=12).tokens == expected(model, small.PROMPTS[0], 12) != before
+    fresh = codetta.Generator(copy.deepcopy(model), context=64)
+    assert sample(1) == fresh(small.PROMPTS[0], tokens=20, temperature=1.0, top_k=50, seed=1).tokens
+
+
+def test_recorded_samples_are_those_of_a_plain_loop() -> None:
+    """A step ahead of the host and not, and with one recording for two seeds."""
+    generator = codetta.Generator(on_gpu("Llama"), context=64)
+    decoder = generator.decoder
+    assert decoder.ahead
+    for seed, kind in enumerate(small.KINDS):
+        graphs = set()
+        for each in (seed, 2**64 - 1 - seed):
+            want = small.unrecorded(decoder, 24, codetta.Sampling(**kind, seed=each))
+            for decoder.ahead in (True, False):
+                found = [one.tokens for one in generator(small.ALIKE, tokens=24, **kind, seed=each)]
+                assert found == want, (kind, each, decoder.ahead)
+                graphs.add(decoder.recorded.graph)
+        assert len(graphs) == 1 and None not in graphs, kind
+
+
+def test_a_step_ahead_changes_nothing() -> None:
+    """Whatever the end is: as many tokens as asked for, a full cache, the end token, a stream that is not read to its end."""
+    generator = codetta.Generator(on_gpu("Llama"), context=24)
+    decoder = generator.decoder
+    whole = generator(small.PROMPTS, tokens=12)
+    for ends in (set(), {whole[0].tokens[3]}, {each.tokens[4] for each in whole}):
+        generator.ends = ends
+        for tokens in (1, 12, 100):
+            found = []
+            for decoder.ahead in (False, True):
+                found.append(generator(small.PROMPTS, tokens=tokens))
+                stream = generator.stream(small.PROMPTS, tokens=tokens)
+                next(stream)
+                stream.close()
+            assert found[0] == found[1], (ends, tokens)
 
 
 def test_no_room_says_what_to_lower() -> None:
