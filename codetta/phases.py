@@ -219,8 +219,8 @@ class _Phases:
 class Life:
     """When vectors are made, when they are read for the last time, and when every block is known to be done with that.
 
-    All warps of all blocks send their part of a sum at the end of a phase, and whoever reads the sum waits for all of them: behind that,
-    nobody is still in that phase, or in one before it.
+    Every block sends its part of a sum when the last of its warps is through a phase, and whoever reads the sum waits for all of them: behind
+    that, nobody is still in that phase, or in one before it.
     """
 
     def __init__(self, phases: list[Phase]) -> None:

@@ -117,7 +117,7 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class Vector:
-    """A row that phases of one kernel hand over; without columns: what the warps of all blocks have summed up, each for itself."""
+    """A row that phases of one kernel hand over; without columns: what all blocks have summed up, each for itself."""
 
     number: int
     cols: int

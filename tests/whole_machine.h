@@ -177,6 +177,7 @@ static float __shfl_xor_sync(u32, float x, int distance) { return __uint_as_floa
 static float __shfl_down_sync(u32, float x, int distance) { return __uint_as_float(sim::from_lane(__float_as_uint(x), threadIdx.x % 32 + distance)); }
 static u32 atomicAdd(u32* at, u32 more) { return (*at += more) - more; }
 static void __threadfence() {}
+static void __threadfence_block() {}
 
 static u32 nearest(float x) {
     const u32 bits = __float_as_uint(x);
@@ -215,6 +216,7 @@ static void expect(u32 barrier, u32 bytes) {
 }
 static void copy(u32 to, u64 from, u32 bytes, u32 barrier, u64) { sim::block().late.push_back({to, from, bytes, barrier}); }
 static u64 read_once() { return 0; }
+static void fetch_line(u64 at) { (void)*(const volatile char*)at; }
 
 struct Line {
     u32 first, first_number, second, second_number;

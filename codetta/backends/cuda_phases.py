@@ -26,7 +26,8 @@ WARPS = 8  # that compute
 THREADS = 32 * (WARPS + 1)
 MOST_QUERIES = 4  # of heads that share keys, in one warp
 MOST_LINES = 32  # that a thread receives at once
-BESIDE, BARRIER = 256, 16  # bytes of shared memory beside slots, vectors and the table; and of a slot's barriers
+LEAST_SLOT, MOST_SLOT, IN_FLIGHT = 8192, 16_384, 59 * 1024  # bytes; 50 to 64 KB are best on an H200 (docs/log.md)
+BESIDE, BARRIER = 512, 16  # bytes of shared memory beside slots, vectors and the table; and of a slot's barriers
 MOST_ENTRIES = 4000  # of the table: arguments of a kernel have 32 KB
 FASTER = ("sm_90",)  # measured there, docs/log.md
 LIBRARY, MACHINE = (Path(__file__).with_name(name) for name in ("whole.cu", "whole_machine.cu"))
@@ -61,8 +62,10 @@ class Ring:
 
 
 def ring_for(widths: Iterable[int]) -> Ring:
-    """For phases of so many columns of weights: whole rows in a slot where they fit, 50 to 64 KB in flight (measured on an H200, docs/log.md)."""
-    return Ring(16_384, 4) if min(widths) >= 4096 else Ring(8192, 7)
+    """For phases of so many columns of weights: two whole rows of the narrowest in a slot, or even parts of them."""
+    rows = 4 * min(widths)
+    piece = rows / math.ceil(rows / MOST_SLOT)
+    return Ring(max(LEAST_SLOT, math.ceil(piece / 1024) * 1024), round(IN_FLIGHT / piece))
 
 
 def runs_on(device: torch.device, measured: bool) -> bool:
@@ -85,7 +88,7 @@ def why_not(program: Program) -> list[Reason]:
     stats = [each for each in program.operands if each.stat]
     if any(each.stat != "sum" for each in stats) or any(sink.op != "row_sum" for sink in program.sinks):
         reasons.append(Reason("sums", "a statistic is something else"))
-    if math.ceil(program.k / 4 / (32 * WARPS)) + 4 * len(stats) > MOST_LINES or len(stats) > 4:
+    if math.ceil(program.k / 4 / (32 * WARPS)) + len(stats) > MOST_LINES or max(len(stats), len(program.sinks)) > 4:
         reasons.append(Reason("a vector in registers", f"{program.k} columns"))
     for segment in program.segments:
         reasons += _why_not_segment(program, segment)
@@ -148,6 +151,10 @@ def product(program: Program, sends: frozenset[str], keeps: frozenset[str], cont
         names += [f"cache {store.name}"] if store.row_index else [f"keep {store.name}"] if store.name in keeps else []
     first_sink = len(names)
     names += [f"sink {sink.name}" for sink in program.sinks]
+    shared = [each for each in program.operands if each.name in loaded and each.rows == "none"]
+    fetches = [
+        f"fetch_row(t[{names.index(f'operand {each.name}')}], {each.cols * each.dtype.itemsize});" for each in shared
+    ]
     pairs = max(len(segment.strips) for segment in program.segments)
     begin, rows, items, functions = 0, [], [], []
     for number, segment in enumerate(program.segments):
@@ -163,6 +170,9 @@ def product(program: Program, sends: frozenset[str], keeps: frozenset[str], cont
         f"FIRST_SINK = {first_sink};",
         "    static __device__ __forceinline__ Rows rows(const u64* t, int item, int pair) {",
         *_indented(_indented([*rows, "return {0, 0};"])),
+        "    }",
+        "    static __device__ __forceinline__ void fetch(const u64* t) {",
+        *_indented(_indented(fetches)),
         "    }",
         *_indented(functions),
         "    template <class Dot>",

@@ -24,7 +24,8 @@ struct Table {
 struct alignas(8) Barriers {
     u64 full[SLOTS], empty[SLOTS];
     volatile u32 issued;  // pieces
-    float sums[4][WARPS];
+    float sums[4][WARPS], sinks[4][WARPS];
+    u32 ended;  // warps that have put their part into sinks
     u64 table[ENTRIES];  // where it is near
 };
 
@@ -99,6 +100,15 @@ __device__ __forceinline__ void put_cache(u64 to, i64 at, float value) {
     if (lane() < COUNT) *((u16*)to + at) = (u16)pack(value, 0.f);
 }
 
+// Whether this is the last of so many; the others have written what they had to by then.
+__device__ __forceinline__ bool last_of(u32& counter, u32 all) {
+    __threadfence_block();
+    if (atomicAdd(&counter, 1u) != all - 1) return false;
+    counter = 0;
+    __threadfence_block();
+    return true;
+}
+
 // ---- who does what: the feeder and the others count alike
 
 struct Walk {
@@ -154,8 +164,15 @@ struct Pieces {
     static_assert(4 * COLUMNS <= SLOT, "a piece fits into a slot");
 };
 
+// A row of so many bytes that all blocks read a bit of, once in a step: it is in L2 when they get there, not in memory.
+__device__ __forceinline__ void fetch_row(u64 at, int bytes) {
+    if (at & AGO) return;
+    for (int line = blockIdx.x + BLOCKS * lane(); line * 128 < bytes; line += 32 * BLOCKS) fetch_line(at + line * 128);
+}
+
 template <class P>
 __device__ __forceinline__ void feed_product(Walk& walk, const u64* t, u64 policy) {
+    P::fetch(t);
     constexpr int EACH = Pieces<P::K>::COUNT, COLUMNS = Pieces<P::K>::COLUMNS, ALL = EACH * P::PAIRS;
     const Share mine = share(walk, P::ITEMS);
     for (int round = 0; round < mine.count; round += WARPS) {
@@ -218,10 +235,10 @@ __device__ __forceinline__ void dot(u32 piece, u32 apart, float& a, float& b) {
     }
 }
 
-// A vector of K numbers into the room, and the sums of partials, N of them: packets, one for each warp of the grid, or plain numbers.
+// A vector of K numbers into the room, and the sums of partials, N of them: a line for each block, or plain numbers.
 template <int K, int N>
 __device__ __forceinline__ void receive_vector(u64 from, const u64* partials, float (&sums)[N > 0 ? N : 1], u32 now) {
-    constexpr int MINE = (K / 4 + THREADS - 1) / THREADS, EACH = (BLOCKS * WARPS / 2 + THREADS - 1) / THREADS, ALL = MINE + N * EACH;
+    constexpr int MINE = (K / 4 + THREADS - 1) / THREADS, EACH = (BLOCKS + THREADS - 1) / THREADS, ALL = MINE + N * EACH;
     static_assert(ALL <= 32, "too many lines for a thread");
     Line lines[ALL] = {};
     u64 at[ALL];
@@ -249,7 +266,7 @@ __device__ __forceinline__ void receive_vector(u64 from, const u64* partials, fl
             for (int j = 0; j < EACH; ++j) {
                 const int line = threadIdx.x + j * THREADS;
                 at[MINE + n * EACH + j] = partials[2 * n] + line * 16;
-                if (line < BLOCKS * WARPS / 2 && partials[2 * n] & AGO) wanted |= 1u << (MINE + n * EACH + j);
+                if (line < BLOCKS && partials[2 * n] & AGO) wanted |= 1u << (MINE + n * EACH + j);
             }
         }
     }
@@ -259,8 +276,7 @@ __device__ __forceinline__ void receive_vector(u64 from, const u64* partials, fl
         for (int n = 0; n < N; ++n) {
 #pragma unroll
             for (int j = 0; j < EACH; ++j) {
-                const Line& line = lines[MINE + n * EACH + j];
-                sums[n] += __uint_as_float(line.first) + __uint_as_float(line.second);
+                sums[n] += __uint_as_float(lines[MINE + n * EACH + j].first);
             }
 #pragma unroll
             for (int distance = 16; distance; distance /= 2) sums[n] += __shfl_xor_sync(~0u, sums[n], distance);
@@ -300,12 +316,24 @@ __device__ __forceinline__ void product(Walk& walk, const u64* t) {
         });
     }
     if constexpr (P::SINKS > 0) {
+        static_assert(P::SINKS <= 4, "room for the sums of warps");
+        Barriers& bars = barriers();
 #pragma unroll
         for (int n = 0; n < P::SINKS; ++n) {
             // Lanes have columns of their own in their sums.
 #pragma unroll
             for (int distance = 16; distance; distance /= 2) sinks[n] += __shfl_xor_sync(~0u, sinks[n], distance);
-            if (lane() == 0) send(plain(t[P::FIRST_SINK + n]) + (blockIdx.x * WARPS + warp()) * 8, __float_as_uint(sinks[n]), walk.now);
+            if (lane() == 0) bars.sinks[n][warp()] = sinks[n];
+        }
+        // The last warp of the block sends, in the order of warps: whoever reads a sum reads a line for each block, all of them.
+        if (lane() == 0 && last_of(bars.ended, WARPS)) {
+#pragma unroll
+            for (int n = 0; n < P::SINKS; ++n) {
+                float sum = 0.f;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) sum += ((volatile float*)bars.sinks[n])[w];
+                send_two(plain(t[P::FIRST_SINK + n]) + blockIdx.x * 16, sum, 0.f, walk.now);
+            }
         }
     }
     done(walk, mine, P::ITEMS, ALL);
@@ -640,7 +668,7 @@ __device__ __forceinline__ void run(const Table& table, u32* counter) {
         prepare(shared(&bars.empty[i]));
     }
     for (u32 i = threadIdx.x; i < ENTRIES; i += blockDim.x) bars.table[i] = table.at[i];
-    if (threadIdx.x == 0) bars.issued = 0;
+    if (threadIdx.x == 0) bars.issued = bars.ended = 0;
     prepared();
     walk.place = (int)load_long(table.at[PLACE], 0);
     __syncthreads();

@@ -53,6 +53,7 @@ __device__ __forceinline__ u64 read_once() {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
+__device__ __forceinline__ void fetch_line(u64 at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 __device__ __forceinline__ void sync() { asm volatile("bar.sync 1, %0;" ::"n"(COMPUTING) : "memory"); }  // those that compute
 
 // ---- packets

@@ -162,7 +162,7 @@ class OneKernel:
             phase, vector = entry.phase, entry.vector
             number = self.numbers[phase]
             if vector is not None and vector not in places and self.life.made[vector] == number:
-                count = vector.cols // 2 if vector.cols else self.blocks * cuda_phases.WARPS
+                count = vector.cols // 2 if vector.cols else 2 * self.blocks
                 take(vector, count * PACKET, number, self.life.released(self.life.read[vector]))
             elif isinstance(phase, Attend) and entry.kind in ("parts", "tops"):
                 pairs = cuda_phases.pairs_of(phase.heads, phase.caches[0].meta["val"].shape[1])
