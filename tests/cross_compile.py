@@ -87,7 +87,13 @@ def attention(dtype: str, target: Target) -> Report:
     numbers = {"KIND": 1, "ROWS": 16, "D": 128, "COLUMNS": 128, "E": 128, "WIDE": 128} | dict.fromkeys(
         ("qd", "kd", "vd", "mc"), 1
     )
-    numbers |= {"STEP": triton_attention.STEP, "LOOK": triton_attention.LOOK, "EARLY": target.starts_early}
+    numbers |= {
+        "STEP": triton_attention.STEP,
+        "LOOK": triton_attention.LOOK,
+        "AHEAD": triton_attention.AHEAD,
+        "LINES": 2,
+    }
+    numbers |= {"EARLY": target.starts_early}
     types = dict.fromkeys(names, "i32") | dict.fromkeys(("query", "key", "value"), f"*{dtype}")
     types |= {"mask": "*i1", "parts": "*fp32", "tops": "*fp32", "scale": "fp32"} | dict.fromkeys(numbers, "constexpr")
     aligned = {

@@ -248,7 +248,7 @@ def why_slow(program: Program, rows: int, target: Target | None, tile: Tile, ref
 
 def form(program: Program, tile: Tile) -> Program:
     """The program as such a tile takes it."""
-    return program.narrow if tile.loop == STREAM else program
+    return program.narrow if tile.loop == STREAM or tile.early else program
 
 
 def source(program: Program, tile: Tile, widen: bool = False) -> str:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from codetta.backends.triton_lib import INTERPRETED, let_next_start, wait_for_last
+from codetta.backends.triton_lib import INTERPRETED, fetch, let_next_start, wait_for_last
 from codetta.plan.target import device_target, unit_count
 
 FEW = 16  # queries of a head, beyond which others are faster
@@ -21,6 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 QUERIES = 64  # rows of a block at most: queries that share a head of keys
 STEP = 32  # positions at a time
 LOOK = 2048  # positions of a mask that are looked at at once
+AHEAD = 128  # positions of a part that are on their way before the queries are there
 BLOCKS = 2  # for each unit of the device, that the context is split for
 WARPS, STAGES = 4, 3
 
@@ -62,7 +63,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
         query, key, value, seen, parts, tops, *query.stride(), *key.stride(), *value.stride(), *seen_strides,
         scale * math.log2(math.e), groups, shared, length, context, splits,
         KIND=0 if seen is None else 1 if seen.dtype == torch.bool else 2, ROWS=padded, D=depth, COLUMNS=columns, E=width, WIDE=wide,
-        STEP=STEP, LOOK=min(LOOK, triton.next_power_of_2(max(context, 16))), **options,
+        STEP=STEP, LOOK=min(LOOK, triton.next_power_of_2(max(context, 16))), AHEAD=AHEAD, LINES=1 << max(min(depth, width) * key.itemsize // 128, 1).bit_length() - 1, **options,
     )  # fmt: skip
     join_kernel[batch * groups, rows](
         parts, tops, out, *out.stride(), groups, shared, length, splits, SPLITS=triton.next_power_of_2(splits), E=width, WIDE=wide,
@@ -81,12 +82,9 @@ def _splits(pairs: int, context: int, device: torch.device) -> int:
 def split_kernel(
     query, key, value, mask, parts, tops, qb, qh, qt, qd, kb, kh, kt, kd, vb, vh, vt, vd, mb, mh, mt, mc, scale, groups, shared, length,
     context, splits, KIND: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
-    STEP: tl.constexpr, LOOK: tl.constexpr, EARLY: tl.constexpr,
+    STEP: tl.constexpr, LOOK: tl.constexpr, AHEAD: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part of the context: the sum of exponentials, the largest score, and values weighted by them."""
-    if EARLY:
-        let_next_start()
-        wait_for_last()
     pair, split = tl.program_id(0), tl.program_id(1)
     sample, group = (pair // groups).to(tl.int64), (pair % groups).to(tl.int64)
     rows = shared * length
@@ -94,17 +92,22 @@ def split_kernel(
     head, time = group * shared + row // length, row % length
     row_ok = row < rows
     column, wide = tl.arange(0, COLUMNS), tl.arange(0, WIDE)
-    first, last = 0, context
     if KIND != 0:
         mask += sample * mb
-        # Where heads see the same, one stands for all.
-        looks = length if mh == 0 else rows
-        first, last = extent(mask + group * shared * mh, looks, length, mh, mt, mc, context, KIND, LOOK)
         mask_row = mask + head * mh + time * mt
-    # Whole steps, counted from the first position that is seen.
-    count = tl.cdiv(tl.cdiv(last - first, STEP), splits) * STEP
-    begin = first + split * count
-    end = tl.minimum(begin + count, last)
+    if EARLY:
+        let_next_start()
+        # Until the queries are there, keys and values come into L2. The mask may be in the making, too, but for this it is good enough; it is
+        # read past the nearer cache, which would keep what it was.
+        begin, end = part_of(
+            mask, group * shared, split, splits, rows, length, mh, mt, mc, context, KIND, LOOK, STEP, ".cg"
+        )
+        place = tl.minimum(begin + tl.arange(0, AHEAD), tl.maximum(end, 1) - 1).to(tl.int64)[:, None]
+        line = tl.arange(0, LINES)[None, :]
+        fetch(key + sample * kb + group * kh + place * kt + line * (D // LINES) * kd)
+        fetch(value + sample * vb + group * vh + place * vt + line * (E // LINES) * vd)
+        wait_for_last()
+    begin, end = part_of(mask, group * shared, split, splits, rows, length, mh, mt, mc, context, KIND, LOOK, STEP, "")
     q = tl.load(
         query + sample * qb + (head * qh + time * qt)[:, None] + column[None, :] * qd,
         mask=row_ok[:, None] & (column[None, :] < D), other=0.0,
@@ -149,7 +152,23 @@ def split_kernel(
 
 
 @triton.jit
-def extent(mask, rows, length, mh, mt, mc, context, KIND: tl.constexpr, LOOK: tl.constexpr):
+def part_of(
+    mask, head, split, splits, rows, length, mh, mt, mc, context, KIND: tl.constexpr, LOOK: tl.constexpr, STEP: tl.constexpr,
+    CACHE: tl.constexpr,
+):  # fmt: skip
+    """Where a part begins and ends: whole steps, counted from the first position that is seen."""
+    first, last = 0, context
+    if KIND != 0:
+        # Where heads see the same, one stands for all.
+        looks = length if mh == 0 else rows
+        first, last = extent(mask + head * mh, looks, length, mh, mt, mc, context, KIND, LOOK, CACHE)
+    count = tl.cdiv(tl.cdiv(last - first, STEP), splits) * STEP
+    begin = first + split * count
+    return begin, tl.minimum(begin + count, last)
+
+
+@triton.jit
+def extent(mask, rows, length, mh, mt, mc, context, KIND: tl.constexpr, LOOK: tl.constexpr, CACHE: tl.constexpr):
     """From the first to behind the last position that some row sees."""
     first = context
     last = 0
@@ -157,7 +176,8 @@ def extent(mask, rows, length, mh, mt, mc, context, KIND: tl.constexpr, LOOK: tl
         for at in range(0, context, LOOK):
             place = at + tl.arange(0, LOOK)
             there = place < context
-            seen = tl.load(mask + row // length * mh + row % length * mt + place.to(tl.int64) * mc, mask=there, other=0)
+            at_place = mask + row // length * mh + row % length * mt + place.to(tl.int64) * mc
+            seen = tl.load(at_place, mask=there, other=0, cache_modifier=CACHE)
             ok = there & ((seen != 0) if KIND == 1 else (seen != float("-inf")))
             first = tl.minimum(first, tl.min(tl.where(ok, place, context), 0))
             last = tl.maximum(last, tl.max(tl.where(ok, place + 1, 0), 0))

@@ -27,6 +27,14 @@ def wait_for_last():
 
 
 @triton.jit
+def fetch(lines):
+    """Lines of 128 bytes come into L2 while nobody waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l,~{memory}", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def tile_order(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     """Visit GROUP tile rows before the next tile column, so that both operands are reused from L2."""
     per_group = GROUP * tiles_n

@@ -24,6 +24,8 @@ FEW = 64  # rows, up to which the weights' way to the chip is all that counts
 STREAMED = 4  # rows at most that meet weights element by element
 # Columns of a tile that streams weights, and how deep a step is: 16 KB of them, four warps.
 STREAMS = ((2, 4096), (4, 2048), (8, 1024), (16, 512))
+# Columns, depth and stages of a tile for up to 16 rows, and multiprocessors that are to have one (measured on an H200, docs/log.md).
+EARLY, UNITS = ((64, 256, 3), (64, 128, 4), (32, 512, 3)), 132
 SMALL_SPILL = 128  # registers that the specialised loop may lack and still be the best guess
 
 
@@ -133,6 +135,18 @@ def _stream_tiles(program: Program, rows: int, target: Target | None) -> list[Ti
     return [Tile(rows, cols, depth * 2 // size, 1, 4, 8, 1, STREAM, early=target.starts_early) for cols, depth in deep]
 
 
+def _early_tiles(program: Program, rows: int, target: Target | None) -> list[Tile]:
+    """For rows that a matrix instruction takes at once: weights by pointers, the first of them while the kernel before still runs."""
+    if target is None or not target.starts_early or not STREAMED < rows <= 16 or program.a_dtype.itemsize != 2:
+        return []
+    tiles = [Tile(16, cols, depth, stages, 4, 8, 1, early=True) for cols, depth, stages in EARLY]
+    paired = all(len(segment.strips) > 1 for segment in program.narrow.segments)
+    wide, pairs, small = tiles
+    # Where wide tiles leave multiprocessors without work, narrow ones; where each is two strips, two blocks share a multiprocessor.
+    first = small if program.cols < UNITS * wide.cols else pairs if paired else wide
+    return [first, *(each for each in tiles if each is not first)]
+
+
 @lru_cache(maxsize=1024)
 def candidates(
     program: Program, rows: int, target: Target | None, aligned: bool
@@ -148,7 +162,7 @@ def candidates(
             refused += reasons
             if not reasons:
                 legal.append(tile)
-    for tile in _stream_tiles(program, rows, target):
+    for tile in [*_stream_tiles(program, rows, target), *_early_tiles(program, rows, target)]:
         reasons = why_not(program.narrow, tile, target)
         refused += reasons
         if not reasons:
