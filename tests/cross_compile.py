@@ -87,20 +87,17 @@ def attention(dtype: str, target: Target) -> Report:
     numbers = {"KIND": 1, "ROWS": 16, "D": 128, "COLUMNS": 128, "E": 128, "WIDE": 128} | dict.fromkeys(
         ("qd", "kd", "vd", "mc"), 1
     )
-    numbers |= {
-        "STEP": triton_attention.STEP,
-        "LOOK": triton_attention.LOOK,
-        "AHEAD": triton_attention.AHEAD,
-        "LINES": 2,
-    }
-    numbers |= {"EARLY": target.starts_early}
+    numbers |= {"STEP": triton_attention.STEP, "LOOK": triton_attention.LOOK, "EARLY": target.starts_early}
     types = dict.fromkeys(names, "i32") | dict.fromkeys(("query", "key", "value"), f"*{dtype}")
     types |= {"mask": "*i1", "parts": "*fp32", "tops": "*fp32", "scale": "fp32"} | dict.fromkeys(numbers, "constexpr")
     aligned = {
         (at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if types[name].startswith("*") or (name[0] in "qkv" and types[name] == "i32")
     }  # fmt: skip
     source = ASTSource(triton_attention.split_kernel, types, numbers, aligned)
-    options = {"num_warps": triton_attention.WARPS, "num_stages": triton_attention.STAGES}
+    options = {
+        "num_warps": triton_attention.WARPS,
+        "num_stages": triton_attention.stages(16, 128, 128, DTYPES[dtype], target),
+    }
     return report(triton.compile(source, target=target.triton, options=options), target)
 
 

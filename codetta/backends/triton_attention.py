@@ -13,17 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from codetta.backends.triton_lib import INTERPRETED, fetch, let_next_start, wait_for_last
-from codetta.plan.target import device_target, unit_count
+from codetta.backends.triton_lib import INTERPRETED, let_next_start, wait_for_last
+from codetta.plan.target import Target, device_target, unit_count
 
 FEW = 16  # queries of a head, beyond which others are faster
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 QUERIES = 64  # rows of a block at most: queries that share a head of keys
 STEP = 32  # positions at a time
 LOOK = 2048  # positions of a mask that are looked at at once
-AHEAD = 128  # positions of a part that are on their way before the queries are there
 BLOCKS = 2  # for each unit of the device, that the context is split for
-WARPS, STAGES = 4, 3
+WARPS = 4
+BESIDE = 4096  # bytes of shared memory for what else there is
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -56,20 +56,27 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     seen_strides = (0, 0, 0, 0) if seen is None else seen.stride()
     target = device_target(query.device)
     early = target is not None and target.starts_early
-    options = {"EARLY": early, "num_warps": WARPS, "num_stages": STAGES} | ({"launch_pdl": True} if early else {})
     padded = max(16, triton.next_power_of_2(rows))
     columns, wide = (max(16, triton.next_power_of_2(size)) for size in (depth, width))
+    options = {"EARLY": early, "num_warps": WARPS, "num_stages": stages(padded, columns, wide, key.dtype, target)}
+    options |= {"launch_pdl": True} if early else {}
     split_kernel[batch * groups, splits](
         query, key, value, seen, parts, tops, *query.stride(), *key.stride(), *value.stride(), *seen_strides,
         scale * math.log2(math.e), groups, shared, length, context, splits,
         KIND=0 if seen is None else 1 if seen.dtype == torch.bool else 2, ROWS=padded, D=depth, COLUMNS=columns, E=width, WIDE=wide,
-        STEP=STEP, LOOK=min(LOOK, triton.next_power_of_2(max(context, 16))), AHEAD=AHEAD, LINES=1 << max(min(depth, width) * key.itemsize // 128, 1).bit_length() - 1, **options,
+        STEP=STEP, LOOK=min(LOOK, triton.next_power_of_2(max(context, 16))), **options,
     )  # fmt: skip
     join_kernel[batch * groups, rows](
         parts, tops, out, *out.stride(), groups, shared, length, splits, SPLITS=triton.next_power_of_2(splits), E=width, WIDE=wide,
         **options,
     )  # fmt: skip
     return out
+
+
+def stages(rows: int, depth: int, width: int, dtype: torch.dtype, target: Target | None) -> int:
+    """Steps of the cache that are under way: three where two of them fit into shared memory, beside queries and weights."""
+    room = (2 * STEP * (depth + width) + rows * (depth + STEP)) * dtype.itemsize + BESIDE
+    return 3 if target is None or room <= target.shared else 2
 
 
 def _splits(pairs: int, context: int, device: torch.device) -> int:
@@ -82,9 +89,12 @@ def _splits(pairs: int, context: int, device: torch.device) -> int:
 def split_kernel(
     query, key, value, mask, parts, tops, qb, qh, qt, qd, kb, kh, kt, kd, vb, vh, vt, vd, mb, mh, mt, mc, scale, groups, shared, length,
     context, splits, KIND: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
-    STEP: tl.constexpr, LOOK: tl.constexpr, AHEAD: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
+    STEP: tl.constexpr, LOOK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part of the context: the sum of exponentials, the largest score, and values weighted by them."""
+    if EARLY:
+        let_next_start()
+        wait_for_last()
     pair, split = tl.program_id(0), tl.program_id(1)
     sample, group = (pair // groups).to(tl.int64), (pair % groups).to(tl.int64)
     rows = shared * length
@@ -92,22 +102,17 @@ def split_kernel(
     head, time = group * shared + row // length, row % length
     row_ok = row < rows
     column, wide = tl.arange(0, COLUMNS), tl.arange(0, WIDE)
+    first, last = 0, context
     if KIND != 0:
         mask += sample * mb
+        # Where heads see the same, one stands for all.
+        looks = length if mh == 0 else rows
+        first, last = extent(mask + group * shared * mh, looks, length, mh, mt, mc, context, KIND, LOOK)
         mask_row = mask + head * mh + time * mt
-    if EARLY:
-        let_next_start()
-        # Until the queries are there, keys and values come into L2. The mask may be in the making, too, but for this it is good enough; it is
-        # read past the nearer cache, which would keep what it was.
-        begin, end = part_of(
-            mask, group * shared, split, splits, rows, length, mh, mt, mc, context, KIND, LOOK, STEP, ".cg"
-        )
-        place = tl.minimum(begin + tl.arange(0, AHEAD), tl.maximum(end, 1) - 1).to(tl.int64)[:, None]
-        line = tl.arange(0, LINES)[None, :]
-        fetch(key + sample * kb + group * kh + place * kt + line * (D // LINES) * kd)
-        fetch(value + sample * vb + group * vh + place * vt + line * (E // LINES) * vd)
-        wait_for_last()
-    begin, end = part_of(mask, group * shared, split, splits, rows, length, mh, mt, mc, context, KIND, LOOK, STEP, "")
+    # Whole steps, counted from the first position that is seen.
+    count = tl.cdiv(tl.cdiv(last - first, STEP), splits) * STEP
+    begin = first + split * count
+    end = tl.minimum(begin + count, last)
     q = tl.load(
         query + sample * qb + (head * qh + time * qt)[:, None] + column[None, :] * qd,
         mask=row_ok[:, None] & (column[None, :] < D), other=0.0,
@@ -115,24 +120,23 @@ def split_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDE), tl.float32)
+    # Within a step 32 bits are enough; in 64 they would take the registers that three stages need.
+    near = tl.arange(0, STEP)
+    keys = near[None, :] * kt + column[:, None] * kd
+    values = near[:, None] * vt + wide[None, :] * vd
+    key += sample * kb + group * kh
+    value += sample * vb + group * vh
     for at in range(begin, end, STEP):
-        place = at + tl.arange(0, STEP)
-        here = place < end
-        far = place.to(tl.int64)
-        k = tl.load(
-            key + sample * kb + group * kh + far[None, :] * kt + column[:, None] * kd,
-            mask=here[None, :] & (column[:, None] < D), other=0.0,
-        )  # fmt: skip
-        v = tl.load(
-            value + sample * vb + group * vh + far[:, None] * vt + wide[None, :] * vd,
-            mask=here[:, None] & (wide[None, :] < E), other=0.0,
-        )  # fmt: skip
+        here = at + near < end
+        far = tl.cast(at, tl.int64)
+        k = tl.load(key + far * kt + keys, mask=here[None, :] & (column[:, None] < D), other=0.0)
+        v = tl.load(value + far * vt + values, mask=here[:, None] & (wide[None, :] < E), other=0.0)
         scores = dot(q, k) * scale
         ok = here[None, :] & row_ok[:, None]
         if KIND == 1:
-            ok = ok & (tl.load(mask_row[:, None] + far[None, :] * mc, mask=ok, other=0) != 0)
+            ok = ok & (tl.load(mask_row[:, None] + far * mc + near[None, :] * mc, mask=ok, other=0) != 0)
         if KIND == 2:
-            added = tl.load(mask_row[:, None] + far[None, :] * mc, mask=ok, other=0.0).to(tl.float32)
+            added = tl.load(mask_row[:, None] + far * mc + near[None, :] * mc, mask=ok, other=0.0).to(tl.float32)
             # What stands for "not at all" as a finite number stays one: whoever sees nothing else sees all alike.
             scores += tl.where(added == float("-inf"), added, tl.maximum(added * 1.4426950408889634, -3e38))
         scores = tl.where(ok, scores, float("-inf"))
@@ -152,23 +156,7 @@ def split_kernel(
 
 
 @triton.jit
-def part_of(
-    mask, head, split, splits, rows, length, mh, mt, mc, context, KIND: tl.constexpr, LOOK: tl.constexpr, STEP: tl.constexpr,
-    CACHE: tl.constexpr,
-):  # fmt: skip
-    """Where a part begins and ends: whole steps, counted from the first position that is seen."""
-    first, last = 0, context
-    if KIND != 0:
-        # Where heads see the same, one stands for all.
-        looks = length if mh == 0 else rows
-        first, last = extent(mask + head * mh, looks, length, mh, mt, mc, context, KIND, LOOK, CACHE)
-    count = tl.cdiv(tl.cdiv(last - first, STEP), splits) * STEP
-    begin = first + split * count
-    return begin, tl.minimum(begin + count, last)
-
-
-@triton.jit
-def extent(mask, rows, length, mh, mt, mc, context, KIND: tl.constexpr, LOOK: tl.constexpr, CACHE: tl.constexpr):
+def extent(mask, rows, length, mh, mt, mc, context, KIND: tl.constexpr, LOOK: tl.constexpr):
     """From the first to behind the last position that some row sees."""
     first = context
     last = 0
@@ -176,8 +164,7 @@ def extent(mask, rows, length, mh, mt, mc, context, KIND: tl.constexpr, LOOK: tl
         for at in range(0, context, LOOK):
             place = at + tl.arange(0, LOOK)
             there = place < context
-            at_place = mask + row // length * mh + row % length * mt + place.to(tl.int64) * mc
-            seen = tl.load(at_place, mask=there, other=0, cache_modifier=CACHE)
+            seen = tl.load(mask + row // length * mh + row % length * mt + place.to(tl.int64) * mc, mask=there, other=0)
             ok = there & ((seen != 0) if KIND == 1 else (seen != float("-inf")))
             first = tl.minimum(first, tl.min(tl.where(ok, place, context), 0))
             last = tl.maximum(last, tl.max(tl.where(ok, place + 1, 0), 0))
