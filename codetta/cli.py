@@ -323,6 +323,40 @@ def decode(
 
 @bench_app.command()
 @reported
+def step(
+    model: Annotated[
+        list[str] | None, typer.Option(help="A published shape, such as llama-7b; may be repeated.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens before the next one.")] = 512,
+    layers: Annotated[int, typer.Option(help="Give the models so many layers; default: as published.")] = 0,
+    ring: Annotated[
+        list[str] | None,
+        typer.Option(help="Bytes of a slot and pieces in flight, such as 16384:4; may be repeated. Default: as usual."),
+    ] = None,
+    device: Device = "",
+    rounds: Rounds = 3,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Where the time of a decoder's step goes inside its one kernel: waiting and work of each kind of phase."""
+    from codetta.bench.step import measure_step, ring_named
+
+    where, console = pick_device(device), screen(as_json)
+    rings = [ring_named(each) for each in ring] if ring else [None]
+    if context < 1:
+        raise ArgumentError("context", "is less than 1", "pass a positive number")
+    named = {
+        name: lambda _, name=name: measure_step(name, where, context, rings, layers, rounds)
+        for name in model or ["llama-7b"]
+    }
+    record = measured("step", where, named, out)
+    columns = ("model", "ring", "phase", "times", "ms", "wait_us", "work_us", "uneven_us", "pieces")
+    console.print(plain_table(record, columns, "ms: from token to token; us: of each phase of a kind, on the average"))
+    finish(as_json, record.json())
+
+
+@bench_app.command()
+@reported
 def layer(
     tokens: Annotated[int, typer.Option(help="Tokens; default 16384 on a GPU, 512 on a CPU.")] = 0,
     sizes: SizesOption = None,

@@ -110,6 +110,8 @@ def test_cache_is_cleared() -> None:
         ("bench kernels --dtype fp8", "fp8"),
         ("bench kernels --device tpu", "tpu"),
         ("bench decode --dtype fp8", "fp8"),
+        ("bench step --device cpu", "from Hopper on"),
+        ("bench step --device cpu --ring 100:4", "16384:4"),
         ("bench kernels --rounds 0", "positive"),
         ("tune --device cpu", "nothing to tune"),
     ],

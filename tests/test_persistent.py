@@ -18,6 +18,7 @@ import torch
 import codetta
 from codetta.backends import cuda_phases, nvrtc
 from codetta.backends.cpu_build import toolchain
+from codetta.bench.step import timeline
 from codetta.errors import Reason
 from codetta.explain import explain_decode
 from codetta.integrations.dynamo import Backend
@@ -108,7 +109,7 @@ class OnFibers(runtime.OneKernel):
         self.__dict__["kernel"] = Simulated(self.source, self.target.shared, folder)
 
     def text(self, phases: list[cuda_phases.Phase]) -> str:
-        return cuda_phases.kernel(phases, self.ring, self.room, self.blocks, self.target, MACHINE)
+        return cuda_phases.kernel(phases, self.ring, self.room, self.blocks, self.target, self.timeline, MACHINE)
 
 
 @pytest.fixture
@@ -203,6 +204,30 @@ def test_places_serve_again_when_all_are_done() -> None:
             shared += 1
             assert any(life.read[one] <= sum_ and reader <= life.made[other] for sum_, reader in life.gates)
     assert shared and end == kernel.bytes
+
+
+@pytest.mark.usefixtures("fibers")
+@torch.no_grad()
+def test_timeline() -> None:
+    """A kernel that is looked at has the ring that was asked for, and says when each phase had what it waited for and was done."""
+    causal = Causal(model("shared"))
+    slots = slots_of(causal)
+    slots.places.fill_(40)
+    with runtime.looked_at(cuda_phases.Ring(8192, 3), timeline=True) as look:
+        step, _ = compiled(causal.step(slots), "persistent")
+        looked = step(torch.tensor([17]), slots.places).clone()
+    (kernel,) = look.kernels
+    assert kernel.ring == cuda_phases.Ring(8192, 3)
+    begun, received, ended, pieces = kernel.stamps.unbind(-1)
+    assert (begun > 0).all() and (begun <= received).all() and (received <= ended).all() and (pieces >= 0).all()
+    assert (ended[:-1].amax((1, 2)) <= ended[1:].amax((1, 2))).all()
+    rows = timeline(kernel)
+    assert [(row["phase"], row["times"]) for row in rows] == [
+        ("256 -> 384", 2), ("attention", 2), ("256 -> 256", 2), ("256 -> 656", 2), ("328 -> 256", 2), ("256 -> 36", 1)
+    ]  # fmt: skip
+    assert all(row["work_us"] >= 0 for row in rows)
+    usual, _ = compiled(causal.step(slots), "persistent")
+    assert torch.equal(usual(torch.tensor([17]), slots.places), looked)
 
 
 @pytest.mark.usefixtures("fibers")

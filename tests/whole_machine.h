@@ -66,6 +66,7 @@ static Fiber* now;
 static ucontext_t scheduler;
 static Index sizes;
 static std::mt19937 chance;
+static u32 rounds_so_far;
 
 static Block& block() { return blocks[now->block.x]; }
 static void others() { swapcontext(&now->context, &scheduler); }
@@ -143,6 +144,7 @@ static int simulate(std::function<void()> kernel, u32 count, u32 threads, u32 by
     for (u32 i = 0; i < order.size(); ++i) order[i] = i;
     for (u64 round = 0; round < rounds; ++round) {
         bool all = true;
+        rounds_so_far = round + 1;
         std::shuffle(order.begin(), order.end(), chance);
         for (u32 warp : order) {
             if (chance() % 4 == 0) {
@@ -170,6 +172,7 @@ static int simulate(std::function<void()> kernel, u32 count, u32 threads, u32 by
 
 static u32 shared(const volatile void* at) { return (u32)((const unsigned char*)at - memory); }
 static void pause() { sim::others(); }
+static u32 nanoseconds() { return sim::rounds_so_far; }
 static void __syncthreads() { sim::meet(sim::block().whole); }
 static void sync() { sim::meet(sim::block().computing); }
 static void __syncwarp() { sim::meet(sim::block().warps[threadIdx.x / 32]); }

@@ -28,6 +28,10 @@ MOST_QUERIES = 4  # of heads that share keys, in one warp
 MOST_LINES = 32  # that a thread receives at once
 LEAST_SLOT, MOST_SLOT, IN_FLIGHT = 8192, 16_384, 59 * 1024  # bytes; 50 to 64 KB are best on an H200 (docs/log.md)
 BESIDE, BARRIER = 512, 16  # bytes of shared memory beside slots, vectors and the table; and of a slot's barriers
+COUNTERS, STAMPS = (
+    2,
+    4,
+)  # words of a kernel's own, and those that a warp writes in each phase where clocks are read, as in whole.cu
 MOST_ENTRIES = 4000  # of the table: arguments of a kernel have 32 KB
 FASTER = ("sm_90",)  # measured there, docs/log.md
 LIBRARY, MACHINE = (Path(__file__).with_name(name) for name in ("whole.cu", "whole_machine.cu"))
@@ -362,13 +366,15 @@ def room_for(widths: Iterable[int], heads: Iterable[int]) -> int:
     return -(-max(2 * max(widths), sums, 16 * 32 * WARPS) // 128) * 128
 
 
-def kernel(phases: list[Phase], ring: Ring, room: int, blocks: int, target: Target, machine: Path = MACHINE) -> str:
+def kernel(
+    phases: list[Phase], ring: Ring, room: int, blocks: int, target: Target, timeline: bool, machine: Path = MACHINE
+) -> str:
     """The source of a kernel that goes through the phases in this order; those with the same text share their code."""
     kinds = list(dict.fromkeys((each.text, each.attends) for each in phases))
     names = [name for each in phases for name in each.names]
     slots = (target.shared - room - BESIDE - 8 * len(names)) // (ring.slot + BARRIER)
     sizes = f"constexpr int BLOCKS = {blocks}, SLOT = {ring.slot}, SLOTS = {slots}, AHEAD = {min(ring.ahead, slots)}, ROOM = {room}, ENTRIES = {len(names)}, "
-    sizes += f"PLACE = {names.index('places')}, PHASES = {len(phases)}, COMPUTING = {32 * WARPS};"
+    sizes += f"PLACE = {names.index('places')}, PHASES = {len(phases)}, COMPUTING = {32 * WARPS}; constexpr bool TIMELINE = {str(timeline).lower()};"
     order = ", ".join(str(kinds.index((each.text, each.attends))) for each in phases)
     first, firsts = 0, []
     for each in phases:

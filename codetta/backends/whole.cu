@@ -10,12 +10,14 @@
 // launch. Every sum has one order: the same inputs give the same bits.
 //
 // In front of this text stand the sizes: BLOCKS, SLOT (bytes), SLOTS, AHEAD (pieces in flight), ROOM (bytes of vectors), ENTRIES, PLACE (the entry of the newest position),
-// PHASES, COMPUTING (threads),
+// PHASES, COMPUTING (threads), TIMELINE (whether clocks are read),
 // and what the machine can do (whole_machine.cu).
 
 constexpr int WARPS = COMPUTING / 32, THREADS = COMPUTING;  // that compute; the feeder is one warp more
 constexpr float LOWEST = -1e30f;
 static_assert(SLOTS >= 2 && AHEAD <= SLOTS, "room for a ring");
+
+constexpr int COUNTERS = 2;  // steps, and blocks that have ended in this one
 
 struct Table {
     u64 at[ENTRIES];  // in the order in which phases name them: addresses, with how many phases ago packets were sent in the low bits
@@ -117,7 +119,20 @@ struct Walk {
     u32 piece = 0;  // of this block, so far
     u32 next = 0;   // block that gets the next item
     u32 turn = 0;   // items of this block, so far: their warps take turns
+    u32* stamps;
 };
+
+// When a warp came by and how many pieces lay ahead of it, for those who want to see: in the words behind the counter.
+enum Moment { BEGUN, RECEIVED, ENDED, PIECES, STAMPS };
+__device__ __forceinline__ void stamp(const Walk& walk, Moment moment) {
+    if constexpr (TIMELINE) {
+        if (lane()) return;
+        u32* const mine = walk.stamps + (((walk.now - 1) % PHASES * BLOCKS + blockIdx.x) * WARPS + warp()) * STAMPS;
+        mine[moment] = nanoseconds();
+        if (moment == RECEIVED) mine[PIECES] = barriers().issued - walk.piece;
+    }
+}
+
 struct Share {
     int first, count;  // items first, first + BLOCKS, ...
 };
@@ -304,7 +319,9 @@ template <class P>
 __device__ __forceinline__ void product(Walk& walk, const u64* t) {
     constexpr int EACH = Pieces<P::K>::COUNT, ALL = EACH * P::PAIRS;
     float stats[P::STATS > 0 ? P::STATS : 1], sinks[P::SINKS > 0 ? P::SINKS : 1] = {};
+    stamp(walk, BEGUN);
     receive_vector<P::K, P::STATS>(t[0], t + 1, stats, walk.now);
+    stamp(walk, RECEIVED);
     const Share mine = share(walk, P::ITEMS);
     for (int round = 0; round < mine.count; round += WARPS) {
         const int items = min(mine.count - round, WARPS), place = (warp() + WARPS - walk.turn % WARPS) % WARPS;
@@ -315,6 +332,7 @@ __device__ __forceinline__ void product(Walk& walk, const u64* t) {
             for (int pair = 0; pair < P::PAIRS; ++pair) dot<P::K>(first + items * EACH * pair, items, a[pair], b[pair]);
         });
     }
+    stamp(walk, ENDED);
     if constexpr (P::SINKS > 0) {
         static_assert(P::SINKS <= 4, "room for the sums of warps");
         Barriers& bars = barriers();
@@ -647,12 +665,15 @@ __device__ __forceinline__ void join_parts(const Walk& walk, const u64* t, const
 template <class A>
 __device__ __forceinline__ void attention(Walk& walk, const u64* t) {
     const Splits<A> splits(walk);
+    stamp(walk, BEGUN);
     sync();  // queries go where the last vector lay
     if (warp() < splits.items) attend_part<A>(walk, t, splits);
     sync();
     if (warp() < splits.items) send_part<A>(walk, t, splits);
+    stamp(walk, RECEIVED);  // what is its own; the parts of others come now
     done(walk, splits);
     for (int item = blockIdx.x; item < A::GROUPS * A::QUERIES * A::HEAD / 64; item += BLOCKS) join_parts<A>(walk, t, splits, item);
+    stamp(walk, ENDED);
 }
 
 // ---- the kernel: phases are written behind this text
@@ -663,6 +684,7 @@ __device__ __forceinline__ void run(const Table& table, u32* counter) {
     Walk walk;
     const u32 steps = *(volatile u32*)counter;  // so far
     walk.now = steps * PHASES + 1;              // goes round after 2^32 phases; packets are never that old
+    walk.stamps = counter + COUNTERS;
     for (u32 i = threadIdx.x; i < SLOTS; i += blockDim.x) {
         prepare(shared(&bars.full[i]));
         prepare(shared(&bars.empty[i]));

@@ -10,6 +10,11 @@ extern __shared__ __align__(1024) unsigned char memory[];
 __device__ __forceinline__ u32 shared(const volatile void* at) { return (u32)__cvta_generic_to_shared((const void*)at); }
 
 __device__ __forceinline__ void pause() {}
+__device__ __forceinline__ u32 nanoseconds() {
+    u32 now;
+    asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(now)::"memory");
+    return now;
+}
 
 // ---- numbers
 

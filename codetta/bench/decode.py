@@ -40,22 +40,13 @@ def measure_decode(
 ) -> list[Row]:
     """One row for each contender: milliseconds from token to token with so much context, and the share of the read stream that the bytes
     of weights and cache make of it."""
-    if name in SHAPES and not SHAPES[name].model.endswith(("CausalLM", "LMHeadModel")):
-        raise ArgumentError("model", f"{name!r} writes no text", "use a causal language model")
-    model = build(name, device, dtype, layers)
-    causal = Causal(model)
-    _, keys, values = causal.prompt(torch.zeros((1, 1), dtype=torch.int64, device=device))
-    slots = causal.slots(batch, context, keys, values)
-    for room in [*slots.keys, *slots.values]:
-        room.normal_()
-    slots.places.fill_(context - 1)
-    tokens = torch.randint(0, model.config.vocab_size, (batch,), device=device)
+    model, causal, slots, tokens = decoder_of(name, device, batch, context, layers, dtype)
     if device.type != "cuda" or batch > 1:
         implementations = tuple(each for each in implementations if each != PERSISTENT)  # one row, on a GPU
-    steps = {each: _step(each, causal, slots) for each in implementations}
+    steps = {each: step_of(each, causal, slots) for each in implementations}
     logits = {each: step(tokens, slots.places).float().clone() for each, step in steps.items()}  # compiles, too
-    turns = {each: _turn(each, step, slots, tokens.clone()) for each, step in steps.items()}
-    times = _turns(turns, device, rounds)
+    turns = {each: turn_of(each, step, slots, tokens.clone()) for each, step in steps.items()}
+    times = turns_of(turns, device, rounds)
     moved = weight_bytes(model) + slots.bytes
     del steps, turns
     exact = _in_fp32(model, slots)(tokens, slots.places)
@@ -84,7 +75,23 @@ def measure_decode(
     return rows
 
 
-def _step(name: str, causal: Causal, slots: Slots) -> Any:
+def decoder_of(
+    name: str, device: torch.device, batch: int, context: int, layers: int, dtype: torch.dtype
+) -> tuple[Any, Causal, Slots, Tensor]:
+    """A model of random weights, with a full cache but for the newest place, and tokens to go on with."""
+    if name in SHAPES and not SHAPES[name].model.endswith(("CausalLM", "LMHeadModel")):
+        raise ArgumentError("model", f"{name!r} writes no text", "use a causal language model")
+    model = build(name, device, dtype, layers)
+    causal = Causal(model)
+    _, keys, values = causal.prompt(torch.zeros((1, 1), dtype=torch.int64, device=device))
+    slots = causal.slots(batch, context, keys, values)
+    for room in [*slots.keys, *slots.values]:
+        room.normal_()
+    slots.places.fill_(context - 1)
+    return model, causal, slots, torch.randint(0, model.config.vocab_size, (batch,), device=device)
+
+
+def step_of(name: str, causal: Causal, slots: Slots) -> Any:
     step: Any = causal.step(slots)
     if name == "compile":
         return torch.compile(step, mode="reduce-overhead" if slots.places.is_cuda else "default", dynamic=False)
@@ -94,7 +101,7 @@ def _step(name: str, causal: Causal, slots: Slots) -> Any:
     return step
 
 
-def _turn(name: str, step: Any, slots: Slots, tokens: Tensor) -> Callable[[], Tensor]:
+def turn_of(name: str, step: Any, slots: Slots, tokens: Tensor) -> Callable[[], Tensor]:
     """A token to the next, at a place that stays the same."""
 
     def turn() -> Tensor:
@@ -119,7 +126,7 @@ def _kl(exact: Tensor, logits: Tensor) -> float:
     return float((want.exp() * (want - got)).sum(-1).mean())
 
 
-def _turns(turns: dict[str, Callable[[], Tensor]], device: torch.device, rounds: int) -> dict[str, float]:
+def turns_of(turns: dict[str, Callable[[], Tensor]], device: torch.device, rounds: int) -> dict[str, float]:
     """Milliseconds of each (median of rounds, in an order that changes), the host's share included where it shows."""
 
     def wait() -> None:

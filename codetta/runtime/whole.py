@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -61,6 +63,28 @@ class Entry:
         return self.vector is None and self.kind not in made
 
 
+@dataclass
+class Look:
+    """How kernels are made that somebody wants to look at: with another ring than usual, and with clocks that they read."""
+
+    ring: cuda_phases.Ring | None
+    timeline: bool
+    kernels: list[OneKernel] = field(default_factory=list)  # that were made meanwhile
+
+
+_look: ContextVar[Look | None] = ContextVar("look", default=None)
+
+
+@contextmanager
+def looked_at(ring: cuda_phases.Ring | None = None, timeline: bool = False) -> Iterator[Look]:
+    look = Look(ring, timeline)
+    token = _look.set(look)
+    try:
+        yield look
+    finally:
+        _look.reset(token)
+
+
 class OneKernel:
     """The phases of a step as one launch. Its memory is its own: calls follow each other on one stream."""
 
@@ -73,7 +97,9 @@ class OneKernel:
         self.blocks = blocks or unit_count(device)
         widths = [each.program.k for each in whole.products]
         heads = [each.result.cols // each.heads for each in whole.phases if isinstance(each, Attend)]
-        self.ring, self.room = cuda_phases.ring_for(widths), cuda_phases.room_for(widths, heads)
+        look = _look.get()
+        self.ring = look.ring if look is not None and look.ring is not None else cuda_phases.ring_for(widths)
+        self.room, self.timeline = cuda_phases.room_for(widths, heads), look is not None and look.timeline
         self.life = Life(whole.phases)
         phases = [written(each, self.ring.slot, self.blocks) for each in whole.phases]
         self.source = self.text(phases)
@@ -85,9 +111,11 @@ class OneKernel:
         self.given = [each for each in self.entries if each.is_given]
         self.keeps = [each for each in self.entries if each.kind == "keep"]
         self.memory: Tensor | None = None
+        if look is not None:
+            look.kernels.append(self)
 
     def text(self, phases: list[cuda_phases.Phase]) -> str:
-        return cuda_phases.kernel(phases, self.ring, self.room, self.blocks, self.target)
+        return cuda_phases.kernel(phases, self.ring, self.room, self.blocks, self.target, self.timeline)
 
     def build(self) -> None:
         nvrtc.compiled(self.source, self.target)
@@ -95,6 +123,13 @@ class OneKernel:
     @cached_property
     def kernel(self) -> Callable[..., None]:
         return nvrtc.Kernel(self.source, "whole_step", self.target, self.target.shared, self.device)
+
+    @property
+    def stamps(self) -> Tensor:
+        """Of the last call (phases, blocks, warps, 4): nanoseconds when a warp began to wait, had what it waited for and was done, and how
+        many pieces of weights were ahead of it."""
+        shape = len(self.whole.phases), self.blocks, cuda_phases.WARPS, cuda_phases.STAMPS
+        return self.counter[cuda_phases.COUNTERS :].view(shape)
 
     @property
     def bytes(self) -> int:
@@ -105,7 +140,10 @@ class OneKernel:
         """given: what `self.given` names, in order. Returns what `self.keeps` names."""
         if self.memory is None:
             self.memory = torch.zeros(self.bytes // 8, dtype=torch.int64, device=self.device)
-            self.counter = torch.zeros(2, dtype=torch.int32, device=self.device)
+            words = (
+                len(self.whole.phases) * self.blocks * cuda_phases.WARPS * cuda_phases.STAMPS if self.timeline else 0
+            )
+            self.counter = torch.zeros(cuda_phases.COUNTERS + words, dtype=torch.int32, device=self.device)
         read = list(map(_as_read, self.given, given))
         results = [self._result(each) for each in self.keeps]
         base = self.memory.data_ptr()
