@@ -19,13 +19,13 @@ WRAP = 2**32  # nanoseconds, after which the clock begins anew
 
 
 def ring_named(text: str) -> Ring:
-    """SLOT:AHEAD: bytes of a slot, pieces in flight."""
-    slot, _, ahead = text.partition(":")
-    if not (slot.isdecimal() and ahead.isdecimal()) or not int(slot) or int(slot) % 1024 or not int(ahead):
+    """BYTES:PIECES[:FEWER]: of a slot, in flight, and in flight while a vector is waited for."""
+    parts = text.split(":")
+    if len(parts) not in (2, 3) or not all(each.isdecimal() and int(each) for each in parts) or int(parts[0]) % 1024:
         raise ArgumentError(
             "ring", f"is {text!r}", "pass bytes of a slot, a multiple of 1024, and pieces in flight: 16384:4"
         )
-    return Ring(int(slot), int(ahead))
+    return Ring(*map(int, parts))
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def measure_step(
             step = step_of(PERSISTENT, causal, slots)
             step(tokens, slots.places)
         kernel = next(each for each in look.kernels if each.memory is not None)
-        label = f"{kernel.ring.slot}:{kernel.ring.ahead}"
+        label = str(kernel.ring)
         kernels[label], turns[label] = kernel, turn_of(PERSISTENT, step, slots, tokens.clone())
     times = turns_of(turns, device, rounds)
     rows: list[Row] = []
