@@ -36,11 +36,12 @@ extern "C" int simulated(const Table* table, u32* counter, u32 blocks, u32 threa
     return sim::simulate([=] { whole_step(*table, counter); }, blocks, threads, bytes, seed, rounds);
 }
 """
-# Heads that share keys by 4 and by 1; rows that no piece fills, and rows of two pieces; a window.
+# Heads that share keys by 4 and by 1; rows that no piece fills, and rows of two pieces; so many heads that a warp has several tiles; a window.
 SHAPES: dict[str, dict[str, Any]] = {
     "shared": {"hidden_size": 256, "intermediate_size": 328, "num_attention_heads": 4, "num_key_value_heads": 1},
     "own": {"hidden_size": 128, "intermediate_size": 264, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
     "long": {"hidden_size": 1288, "intermediate_size": 72, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64},
+    "heads": {"hidden_size": 128, "intermediate_size": 72, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64},
     "broad": {"hidden_size": 128, "intermediate_size": 72, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 256},
     "window": {
         "hidden_size": 128, "intermediate_size": 200, "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 20,
@@ -213,12 +214,12 @@ def test_timeline() -> None:
     causal = Causal(model("shared"))
     slots = slots_of(causal)
     slots.places.fill_(40)
-    ring = cuda_phases.Ring(8192, 3, 1)
+    ring = cuda_phases.Ring(16384, 3, 1)  # fewer slots than warps, too
     with runtime.looked_at(ring, timeline=True) as look:
         step, _ = compiled(causal.step(slots), "persistent")
         looked = step(torch.tensor([17]), slots.places).clone()
     (kernel,) = look.kernels
-    assert kernel.ring == ring and str(ring) == "8192:3:1"
+    assert kernel.ring == ring and str(ring) == "16384:3:1"
     begun, received, ended, pieces = kernel.stamps.unbind(-1)
     assert (begun > 0).all() and (begun <= received).all() and (received <= ended).all() and (pieces >= 0).all()
     assert (ended[:-1].amax((1, 2)) <= ended[1:].amax((1, 2))).all()

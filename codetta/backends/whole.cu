@@ -366,11 +366,14 @@ __device__ __forceinline__ void product(Walk& walk, const u64* t) {
 enum { QUERY, NEW_KEY, NEW_VALUE, RESULT, KEYS, VALUES, PLACES, PARTS, TOPS };
 
 // How the positions of the cache that are seen are split: `each` for each of `parts` warps, from position `first`; `place`: of the newest.
-// Warps of a block follow each other, and what they make of one group of queries is one part for those who join them.
+// Warps of a block follow each other, and what they make of one group of queries is one part for those who join them. Where a warp's
+// positions are a tile or less, warps that follow each other share pieces, and give them back together.
 template <class A>
 struct Splits {
+    static constexpr bool SHARES = SLOTS >= WARPS;  // a block's pieces lie in the ring at once
     int first, place, each, parts, tiles;
     int items, begin;  // of this block
+    int lead, per;     // how many of them are of the first group; how many share a piece
 
     __device__ __forceinline__ Splits(const Walk& walk) : place(walk.place) {
         constexpr int STEP = 256 / A::HEAD;  // positions that a warp takes at once
@@ -383,11 +386,25 @@ struct Splits {
         const int turn = ((int)blockIdx.x - (int)walk.next + BLOCKS) % BLOCKS;
         begin = turn * WARPS;
         items = max(0, min(A::GROUPS * parts - begin, WARPS));
+        lead = min(parts - begin % parts, items);
+        per = SHARES && tiles == 1 ? A::TILE / each : 1;
     }
+    __device__ __forceinline__ bool shares() const { return SHARES && tiles == 1; }
     __device__ __forceinline__ int blocks() const { return (A::GROUPS * parts + WARPS - 1) / WARPS; }
-    // How many positions there are from here on, in a tile of this part.
-    __device__ __forceinline__ int seen(int part, int tile) const {
-        return max(0, min(min(first + (part + 1) * each, place) - (first + part * each + tile * A::TILE), A::TILE));
+    // Which of its group a warp is, of those in this block; how many there are before it that share no piece with it.
+    __device__ __forceinline__ int within(int warp) const { return warp < lead ? warp : (warp - lead) % parts; }
+    __device__ __forceinline__ int piece_of(int warp) const {
+        const int groups = warp < lead ? 0 : (warp - lead) / parts, some = (lead + per - 1) / per, full = (parts + per - 1) / per;
+        return (warp < lead ? 0 : some + groups * full) + within(warp) / per;
+    }
+    __device__ __forceinline__ int pieces() const { return items == 0 ? 0 : shares() ? piece_of(items - 1) + 1 : items * tiles; }
+    __device__ __forceinline__ int part_of(int warp) const { return (begin + warp) % parts; }
+    __device__ __forceinline__ int place_of(int part, int tile) const { return first + part * each + tile * A::TILE; }
+    // How many positions there are from here on: in a tile of a part, or in a piece that this warp is the first of.
+    __device__ __forceinline__ int seen(int part, int tile) const { return max(0, min(min(place_of(part + 1, 0), place) - place_of(part, tile), A::TILE)); }
+    __device__ __forceinline__ int held(int warp) const {
+        const int end = warp < lead ? lead : min(items, warp - within(warp) + parts), part = part_of(warp);
+        return min(place_of(part + min(per, end - warp), 0), place) - place_of(part, 0);
     }
     // The blocks that have something of a group: the first one, and how many.
     __device__ __forceinline__ int first_block(int group) const { return group * parts / WARPS; }
@@ -395,20 +412,24 @@ struct Splits {
 };
 template <class A>
 __device__ __forceinline__ void done(Walk& walk, const Splits<A>& splits) {
-    walk.piece += splits.items * splits.tiles;
+    walk.piece += splits.pieces();
     walk.next = (walk.next + splits.blocks()) % BLOCKS;
 }
 
 template <class A>
 __device__ __forceinline__ void feed_attention(Walk& walk, const u64* t, u64 policy) {
     const Splits<A> splits(walk);
-    for (int begin = 0; begin < splits.items * splits.tiles; begin += 32) {
+    const int pieces = splits.pieces();
+    for (int begin = 0; begin < pieces; begin += 32) {
         // A piece is a tile of keys, and behind it the values.
-        const int e = begin + lane(), item = splits.begin + e % splits.items, part = item % splits.parts, tile = e / splits.items;
-        const int group = item / splits.parts / A::AGAIN, place = splits.first + part * splits.each + tile * A::TILE;
-        const u32 bytes = splits.seen(part, tile) * A::HEAD * 2;
-        const u64 at = ((i64)group * A::CONTEXT + place) * A::HEAD * 2;
-        push(walk.piece + begin, min(splits.items * splits.tiles - begin, 32), t[KEYS] + at, t[VALUES] + at, bytes, bytes, policy);
+        const int e = begin + lane();
+        int warp = e % splits.items, tile = e / splits.items;
+        if (splits.shares())
+            for (warp = tile = 0; warp < splits.items - 1 && splits.piece_of(warp) < e;) ++warp;
+        const int group = (splits.begin + warp) / splits.parts / A::AGAIN, part = splits.part_of(warp);
+        const u32 bytes = (splits.shares() ? splits.held(warp) : splits.seen(part, tile)) * A::HEAD * 2;
+        const u64 at = ((i64)group * A::CONTEXT + splits.place_of(part, tile)) * A::HEAD * 2;
+        push(walk.piece + begin, min(pieces - begin, 32), t[KEYS] + at, t[VALUES] + at, bytes, bytes, policy);
     }
     done(walk, splits);
 }
@@ -495,8 +516,9 @@ __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, cons
     constexpr int LINES = A::HEAD / 4, ALL = ((A::QUERIES + 2) * LINES + 31) / 32, N = 4;
     using M = Mixed<A>;
     Barriers& bars = barriers();
-    const int item = splits.begin + warp(), group = item / splits.parts, part = item % splits.parts;
-    const int head = group * A::QUERIES, shared_head = group / A::AGAIN;
+    const int group = (splits.begin + (int)warp()) / splits.parts, head = group * A::QUERIES, shared_head = group / A::AGAIN;
+    const int part = splits.part_of(warp()), before = splits.shares() ? splits.within(warp()) % splits.per : 0;  // that share a piece with it
+    const int held = splits.shares() ? splits.held(warp() - before) : 0;
     const bool newest = part == splits.parts - 1;
     float* const mine = sums_of<A>(warp());
     {
@@ -530,13 +552,14 @@ __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, cons
         mixed.top[g] = LOWEST;
         mixed.total[g] = 0.f;
     }
-    u32 piece = walk.piece + warp();
+    u32 piece = walk.piece + (splits.shares() ? splits.piece_of(warp()) : warp());
     for (int tile = 0; tile < splits.tiles; ++tile, piece += splits.items) {
         const u32 slot = piece % SLOTS;
         while ((int)(bars.issued - piece) <= 0) pause();
         wait(shared(&bars.full[slot]), piece / SLOTS & 1);
         const int seen = splits.seen(part, tile);
-        const uint4 *keys = (const uint4*)(memory + slot * SLOT) + lane(), *values = keys + seen * M::LANES;
+        const uint4 *keys = (const uint4*)(memory + slot * SLOT) + lane() + before * splits.each * M::LANES;
+        const uint4 *values = keys + (splits.shares() ? held : seen) * M::LANES;
         int j = 0;
         for (; j + N * M::STEP <= seen; j += N * M::STEP) {
             uint4 k[N], v[N];
@@ -556,7 +579,7 @@ __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, cons
             mixed.add(k, v, there);
         }
         __syncwarp();
-        if (lane() == 0) arrive(shared(&bars.empty[slot]));
+        if (lane() == 0 && !splits.shares()) arrive(shared(&bars.empty[slot]));
     }
     if (newest) {
         const uint4 k[1] = {*((const uint4*)mine + A::QUERIES * M::LANES + within)};
@@ -672,6 +695,7 @@ __device__ __forceinline__ void attention(Walk& walk, const u64* t) {
     sync();  // queries go where the last vector lay
     if (warp() < splits.items) attend_part<A>(walk, t, splits);
     sync();
+    if (splits.shares() && threadIdx.x < splits.pieces()) arrive(shared(&barriers().empty[(walk.piece + threadIdx.x) % SLOTS]));
     if (warp() < splits.items) send_part<A>(walk, t, splits);
     stamp(walk, RECEIVED);  // what is its own; the parts of others come now
     done(walk, splits);
