@@ -9,8 +9,8 @@
 // another vector only when every warp of every block is known to be done with the first (runtime/whole.py), and the next step is another
 // launch. Every sum has one order: the same inputs give the same bits.
 //
-// In front of this text stand the sizes: BLOCKS, SLOT (bytes), SLOTS, AHEAD (pieces in flight), WAITING (the same while a vector is waited for), ROOM (bytes of vectors), ENTRIES, PLACE (the entry of the newest position),
-// PHASES, COMPUTING (threads), TIMELINE (whether clocks are read),
+// In front of this text stand the sizes: BLOCKS, SLOT (bytes), SLOTS, AHEAD (pieces in flight), WAITING (the same while a vector is waited for),
+// ROOM (bytes of vectors), ENTRIES, PLACE (the entry of the newest position), PHASES, COMPUTING (threads), TIMELINE (whether clocks are read),
 // and what the machine can do (whole_machine.cu).
 
 constexpr int WARPS = COMPUTING / 32, THREADS = COMPUTING;  // that compute; the feeder is one warp more
@@ -391,7 +391,7 @@ struct Splits {
     }
     __device__ __forceinline__ bool shares() const { return SHARES && tiles == 1; }
     __device__ __forceinline__ int blocks() const { return (A::GROUPS * parts + WARPS - 1) / WARPS; }
-    // Which of its group a warp is, of those in this block; how many there are before it that share no piece with it.
+    // Which of its group's a warp is, among those in this block; and its piece, counted from the block's first.
     __device__ __forceinline__ int within(int warp) const { return warp < lead ? warp : (warp - lead) % parts; }
     __device__ __forceinline__ int piece_of(int warp) const {
         const int groups = warp < lead ? 0 : (warp - lead) / parts, some = (lead + per - 1) / per, full = (parts + per - 1) / per;
