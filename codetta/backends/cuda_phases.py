@@ -28,10 +28,8 @@ MOST_QUERIES = 4  # of heads that share keys, in one warp
 MOST_LINES = 32  # that a thread receives at once
 LEAST_SLOT, MOST_SLOT, IN_FLIGHT = 8192, 16_384, 59 * 1024  # bytes; 50 to 64 KB are best on an H200 (docs/log.md)
 BESIDE, BARRIER = 512, 16  # bytes of shared memory beside slots, vectors and the table; and of a slot's barriers
-COUNTERS, STAMPS = (
-    2,
-    4,
-)  # words of a kernel's own, and those that a warp writes in each phase where clocks are read, as in whole.cu
+COUNTERS = 2  # words of a kernel's own
+STAMPS = 4  # words that a warp writes in each phase where clocks are read, behind them; both as in whole.cu
 MOST_ENTRIES = 4000  # of the table: arguments of a kernel have 32 KB
 FASTER = ("sm_90",)  # measured there, docs/log.md
 LIBRARY, MACHINE = (Path(__file__).with_name(name) for name in ("whole.cu", "whole_machine.cu"))

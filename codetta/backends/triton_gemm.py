@@ -101,7 +101,6 @@ def _kernel(program: Program, tile: Tile, writers: list[EpilogueWriter], widen: 
     else:
         # A flattened outer loop lets the next tile's first loads start under this tile's epilogue.
         flatten = len(writers) == 1
-        body += ["let_next_start()", "wait_for_last()"] if tile.early else []
         body += [
             f"for tile in tl.range(tl.program_id(0), tiles_m * {tiles_n}, tl.num_programs(0), flatten={flatten}):",
             *_indent(inner),

@@ -37,9 +37,8 @@ class Tile:
     load_slots: int = 0  # of the specialised loop: chunks of operand tiles in flight, per consumer
     store_slots: int = 0  # and of output tiles that have no operand's place to take
     stagger: int = 0  # K steps by which its second consumer runs behind the first
-    early: bool = (
-        False  # its first weights are read while the kernel before it ends; the program is taken in its narrow form
-    )
+    # Its first weights are read while the kernel before it ends; the program is taken in its narrow form.
+    early: bool = False
 
     def __str__(self) -> str:
         """In a few words, for tables: loop, shape, stages, chunks, then warps or slots."""

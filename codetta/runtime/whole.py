@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -128,8 +129,11 @@ class OneKernel:
     def stamps(self) -> Tensor:
         """Of the last call (phases, blocks, warps, 4): nanoseconds when a warp began to wait, had what it waited for and was done, and how
         many pieces of weights were ahead of it."""
-        shape = len(self.whole.phases), self.blocks, cuda_phases.WARPS, cuda_phases.STAMPS
-        return self.counter[cuda_phases.COUNTERS :].view(shape)
+        return self.counter[cuda_phases.COUNTERS :].view(self.stamps_shape)
+
+    @property
+    def stamps_shape(self) -> tuple[int, ...]:
+        return len(self.whole.phases), self.blocks, cuda_phases.WARPS, cuda_phases.STAMPS
 
     @property
     def bytes(self) -> int:
@@ -140,9 +144,7 @@ class OneKernel:
         """given: what `self.given` names, in order. Returns what `self.keeps` names."""
         if self.memory is None:
             self.memory = torch.zeros(self.bytes // 8, dtype=torch.int64, device=self.device)
-            words = (
-                len(self.whole.phases) * self.blocks * cuda_phases.WARPS * cuda_phases.STAMPS if self.timeline else 0
-            )
+            words = math.prod(self.stamps_shape) if self.timeline else 0
             self.counter = torch.zeros(cuda_phases.COUNTERS + words, dtype=torch.int32, device=self.device)
         read = list(map(_as_read, self.given, given))
         results = [self._result(each) for each in self.keeps]
