@@ -42,7 +42,9 @@ def measure_step(
         with looked_at(ring, timeline=True) as look:
             step = step_of(PERSISTENT, causal, slots)
             step(tokens, slots.places)
-        kernel = next(each for each in look.kernels if each.memory is not None)
+        kernel = next((each for each in look.kernels if each.memory is not None), None)
+        if kernel is None:
+            raise ArgumentError("model", f"a step of {name} is no single kernel", "`codetta explain --decode` says why")
         label = str(kernel.ring)
         kernels[label], turns[label] = kernel, turn_of(PERSISTENT, step, slots, tokens.clone())
     times = turns_of(turns, device, rounds)
