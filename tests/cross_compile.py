@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -81,17 +82,18 @@ def rows(dtype: str, target: Target) -> Report:
     return report(triton.compile(source, target=target.triton, options={"num_warps": triton_rows.WARPS}), target)
 
 
-def attention(dtype: str, target: Target) -> Report:
-    """The kernel that reads a part of a cache: four queries to a head of keys, a mask of bool."""
+def attention(dtype: str, target: Target, whole: bool = False) -> Report:
+    """The kernel that reads a part of a cache, or all of it: four queries to a head of keys, a mask of bool."""
     names = triton_attention.split_kernel.arg_names
     numbers = {"KIND": 1, "ROWS": 16, "D": 128, "COLUMNS": 128, "E": 128, "WIDE": 128} | dict.fromkeys(
-        ("qd", "kd", "vd", "mc"), 1
+        ("qd", "kd", "vd", "mc", "oe"), 1
     )
+    numbers |= dict.fromkeys(("parts", "tops"), None) if whole else {}
     numbers |= {"STEP": triton_attention.STEP, "LOOK": triton_attention.LOOK, "EARLY": target.starts_early}
-    types = dict.fromkeys(names, "i32") | dict.fromkeys(("query", "key", "value"), f"*{dtype}")
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(("query", "key", "value", "out"), f"*{dtype}")
     types |= {"mask": "*i1", "parts": "*fp32", "tops": "*fp32", "scale": "fp32"} | dict.fromkeys(numbers, "constexpr")
     aligned = {
-        (at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if types[name].startswith("*") or (name[0] in "qkv" and types[name] == "i32")
+        (at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if types[name].startswith("*") or (name[0] in "qkvo" and types[name] == "i32")
     }  # fmt: skip
     source = ASTSource(triton_attention.split_kernel, types, numbers, aligned)
     options = {
@@ -101,7 +103,11 @@ def attention(dtype: str, target: Target) -> Report:
     return report(triton.compile(source, target=target.triton, options=options), target)
 
 
-ALONE = {"rows": rows, "attention": attention}  # kernels that are no programs
+ALONE = {
+    "rows": rows,
+    "attention": attention,
+    "attention_whole": partial(attention, whole=True),
+}  # kernels that are no programs
 
 
 def compile_default(job: str) -> dict[str, Any]:

@@ -239,6 +239,18 @@ def test_a_few_queries(few: ModuleType, sizes: tuple[int, ...], kind: str, dtype
     assert found.equal(few.attend(query, key, value, mask, query.shape[-1] ** -0.5))
 
 
+@pytest.mark.parametrize("kind", ["none", "lengths", "windows", "added", "queries"])
+def test_many_pairs_are_not_split(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block reads all of a context and writes the result itself, zeros where nothing is seen."""
+    monkeypatch.setattr(triton_attention, "_splits", lambda *_: 1)
+    query, key, value = cached(triton_attention, (3, 8, 2, 2, 40, 131, 24), torch.float32)
+    mask = seen(kind, query, key)
+    if mask is not None and mask.dtype == torch.bool:
+        mask[1] = False
+    found = triton_attention.attend(query, key, value, mask, 40**-0.5)
+    torch.testing.assert_close(found, exactly(query, key, value, mask).float().nan_to_num(0.0))
+
+
 def test_who_sees_nothing_gets_zeros(few: ModuleType) -> None:
     query, key, value = cached(few, (2, 4, 2, 1, 16, 70, 16), torch.float32)
     mask = torch.zeros(2, 1, 1, 70, dtype=torch.bool, device=query.device)

@@ -32,7 +32,16 @@ JOBS += [
 ]
 JOBS += [
     f"{name}:{target}:{dtype}"
-    for name in ("two_widths", "stage", "rows", "attention", "few_norm_rope", "few_norm_swiglu", "few_residual_stats")
+    for name in (
+        "two_widths",
+        "stage",
+        "rows",
+        "attention",
+        "attention_whole",
+        "few_norm_rope",
+        "few_norm_swiglu",
+        "few_residual_stats",
+    )
     for target in TARGETS
     for dtype in ("bf16", "fp32")
 ]

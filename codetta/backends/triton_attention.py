@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 QUERIES = 64  # rows of a block at most: queries that share a head of keys
 STEP = 32  # positions at a time
 LOOK = 2048  # positions of a mask that are looked at at once
-BLOCKS = 2  # for each unit of the device, that the context is split for
+BLOCKS = 4  # for each unit of the device, at most, that the context is split for: so many read at once
 WARPS = 4
 BESIDE = 4096  # bytes of shared memory for what else there is
 
@@ -50,8 +50,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     rows = shared * length
     splits = _splits(batch * groups, context, query.device)
     out = query.new_empty(batch, length, heads, width).transpose(1, 2)  # as kernels return it
-    parts = torch.empty((batch * groups, splits, rows, width), dtype=torch.float32, device=query.device)
-    tops = torch.empty((2, batch * groups, splits, rows), dtype=torch.float32, device=query.device)
+    parts = tops = None
+    if splits > 1:
+        parts = torch.empty((batch * groups, splits, rows, width), dtype=torch.float32, device=query.device)
+        tops = torch.empty((2, batch * groups, splits, rows), dtype=torch.float32, device=query.device)
     seen = mask if mask is None else mask.expand(batch, heads, length, context)
     seen_strides = (0, 0, 0, 0) if seen is None else seen.stride()
     target = device_target(query.device)
@@ -61,15 +63,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     options = {"EARLY": early, "num_warps": WARPS, "num_stages": stages(padded, columns, wide, key.dtype, target)}
     options |= {"launch_pdl": True} if early else {}
     split_kernel[batch * groups, splits](
-        query, key, value, seen, parts, tops, *query.stride(), *key.stride(), *value.stride(), *seen_strides,
+        query, key, value, seen, parts, tops, out, *query.stride(), *key.stride(), *value.stride(), *seen_strides, *out.stride(),
         scale * math.log2(math.e), groups, shared, length, context, splits,
         KIND=0 if seen is None else 1 if seen.dtype == torch.bool else 2, ROWS=padded, D=depth, COLUMNS=columns, E=width, WIDE=wide,
         STEP=STEP, LOOK=min(LOOK, triton.next_power_of_2(max(context, 16))), **options,
     )  # fmt: skip
-    join_kernel[batch * groups, rows](
-        parts, tops, out, *out.stride(), groups, shared, length, splits, SPLITS=triton.next_power_of_2(splits), E=width, WIDE=wide,
-        **options,
-    )  # fmt: skip
+    if splits > 1:
+        join_kernel[batch * groups, rows](
+            parts, tops, out, *out.stride(), groups, shared, length, splits, SPLITS=triton.next_power_of_2(splits), E=width, WIDE=wide,
+            **options,
+        )  # fmt: skip
     return out
 
 
@@ -81,17 +84,17 @@ def stages(rows: int, depth: int, width: int, dtype: torch.dtype, target: Target
 
 def _splits(pairs: int, context: int, device: torch.device) -> int:
     """Into how many parts the context is split, so that every unit of the device has something to read."""
-    wanted = -(-BLOCKS * unit_count(device) // pairs) if device.type == "cuda" else 3
+    wanted = BLOCKS * unit_count(device) // pairs if device.type == "cuda" else 3
     return max(1, min(wanted, -(-context // STEP)))
 
 
 @triton.jit
 def split_kernel(
-    query, key, value, mask, parts, tops, qb, qh, qt, qd, kb, kh, kt, kd, vb, vh, vt, vd, mb, mh, mt, mc, scale, groups, shared, length,
-    context, splits, KIND: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
+    query, key, value, mask, parts, tops, out, qb, qh, qt, qd, kb, kh, kt, kd, vb, vh, vt, vd, mb, mh, mt, mc, ob, oh, ot, oe, scale, groups,
+    shared, length, context, splits, KIND: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
     STEP: tl.constexpr, LOOK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One part of the context: the sum of exponentials, the largest score, and values weighted by them."""
+    """One part of the context: the sum of exponentials, the largest score, and values weighted by them. Without parts, all of it."""
     if EARLY:
         let_next_start()
         wait_for_last()
@@ -148,27 +151,34 @@ def split_kernel(
         total = total * keep + tl.sum(weight, 1)
         acc = acc * keep[:, None] + dot(weight.to(v.dtype), v)
         top = higher
-    place = pair.to(tl.int64) * splits + split
-    tl.store(parts + (place * rows + row)[:, None] * E + wide[None, :], acc, mask=row_ok[:, None] & (wide[None, :] < E))
-    tl.store(tops + place * rows + row, top, mask=row_ok)
-    pairs = tl.num_programs(0).to(tl.int64)
-    tl.store(tops + (pairs * splits + place) * rows + row, total, mask=row_ok)
+    there = row_ok[:, None] & (wide[None, :] < E)
+    if parts is None:
+        mixed = acc / tl.where(total == 0, 1.0, total)[:, None]
+        to = out + sample * ob + (head * oh + time * ot)[:, None] + wide[None, :] * oe
+        tl.store(to, mixed.to(out.dtype.element_ty), mask=there)
+    else:
+        place = pair.to(tl.int64) * splits + split
+        tl.store(parts + (place * rows + row)[:, None] * E + wide[None, :], acc, mask=there)
+        tl.store(tops + place * rows + row, top, mask=row_ok)
+        pairs = tl.num_programs(0).to(tl.int64)
+        tl.store(tops + (pairs * splits + place) * rows + row, total, mask=row_ok)
 
 
 @triton.jit
 def extent(mask, rows, length, mh, mt, mc, context, KIND: tl.constexpr, LOOK: tl.constexpr):
     """From the first to behind the last position that some row sees."""
-    first = context
-    last = 0
+    firsts = tl.full((LOOK,), 0, tl.int32) + context
+    lasts = tl.zeros((LOOK,), tl.int32)
     for row in range(0, rows):
         for at in range(0, context, LOOK):
             place = at + tl.arange(0, LOOK)
             there = place < context
             seen = tl.load(mask + row // length * mh + row % length * mt + place.to(tl.int64) * mc, mask=there, other=0)
             ok = there & ((seen != 0) if KIND == 1 else (seen != float("-inf")))
-            first = tl.minimum(first, tl.min(tl.where(ok, place, context), 0))
-            last = tl.maximum(last, tl.max(tl.where(ok, place + 1, 0), 0))
-    return first, tl.maximum(first, last)
+            firsts = tl.minimum(firsts, tl.where(ok, place, context))
+            lasts = tl.maximum(lasts, tl.where(ok, place + 1, 0))
+    first = tl.min(firsts, 0)
+    return first, tl.maximum(first, tl.max(lasts, 0))
 
 
 @triton.jit

@@ -139,7 +139,7 @@ def _early_tiles(program: Program, rows: int, target: Target | None) -> list[Til
     """For rows that a matrix instruction takes at once: weights by pointers, the first of them while the kernel before still runs."""
     if target is None or not target.starts_early or not STREAMED < rows <= 16 or program.a_dtype.itemsize != 2:
         return []
-    tiles = [Tile(16, cols, depth, stages, 4, 8, 1, early=True) for cols, depth, stages in EARLY]
+    tiles = [Tile(16, cols, depth, stages, 4, 8, 1, early=True, ahead=8) for cols, depth, stages in EARLY]
     paired = all(len(segment.strips) > 1 for segment in program.narrow.segments)
     wide, pairs, small = tiles
     # Where wide tiles leave multiprocessors without work, narrow ones; where each is two strips, two blocks share a multiprocessor.
