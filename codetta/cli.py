@@ -331,9 +331,7 @@ def step(
     layers: Annotated[int, typer.Option(help="Give the models so many layers; default: as published.")] = 0,
     ring: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Bytes of a slot and pieces in flight, such as 16384:4 or 16384:4:2; may be repeated. Default: as usual."
-        ),
+        typer.Option(help="Bytes of a slot and pieces in flight, such as 16384:4; may be repeated. Default: as usual."),
     ] = None,
     device: Device = "",
     rounds: Rounds = 3,

@@ -38,13 +38,17 @@ def two_widths(acc0, acc1):  # type: ignore[no-untyped-def]
     return {"y": codetta.silu(left) * right, "raw": acc0, "z": acc1, "total": codetta.row_sum(acc1)}
 
 
+FEW_ROWS = {"few": 3, "sixteen": 16}  # met element by element, and at once
+
+
 def bound(name: str, dtype: torch.dtype) -> tuple[Program, Binding]:
     if name == "two_widths":
         return two_widths.bind(torch.randn(64, 64).to(dtype), tuple(torch.randn(n, 64).to(dtype) for n in (24, 96)))
     if name == "stage":
         return stage(dtype)
-    if name.startswith("few_"):
-        return sample(name.removeprefix("few_"), Sizes(rows=3, samples=1), dtype=dtype).bind()
+    for count, rows in FEW_ROWS.items():
+        if name.startswith(f"{count}_"):
+            return sample(name.removeprefix(f"{count}_"), Sizes(rows=rows, samples=1), dtype=dtype).bind()
     return sample(name, Sizes(), dtype=dtype).bind()
 
 

@@ -215,12 +215,12 @@ def test_timeline() -> None:
     causal = Causal(model("shared"))
     slots = slots_of(causal)
     slots.places.fill_(40)
-    ring = cuda_phases.Ring(16384, 3, 1)  # fewer slots than warps, too
+    ring = cuda_phases.Ring(16384, 3)  # fewer slots than warps, too
     with runtime.looked_at(ring, timeline=True) as look:
         step, _ = compiled(causal.step(slots), "persistent")
         looked = step(torch.tensor([17]), slots.places).clone()
     (kernel,) = look.kernels
-    assert kernel.ring == ring and str(ring) == "16384:3:1"
+    assert kernel.ring == ring and str(ring) == "16384:3"
     begun, received, ended, pieces = kernel.stamps.unbind(-1)
     assert (begun > 0).all() and (begun <= received).all() and (received <= ended).all() and (pieces >= 0).all()
     assert (ended[:-1].amax((1, 2)) <= ended[1:].amax((1, 2))).all()

@@ -57,14 +57,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class Ring:
-    """How weights come: slots of so many bytes, so many of them in flight; fewer, perhaps, while a vector is waited for."""
+    """How weights come: slots of so many bytes, so many of them in flight."""
 
     slot: int
     ahead: int
-    waiting: int = 0  # 0: as many
 
     def __str__(self) -> str:
-        return ":".join(str(each) for each in (self.slot, self.ahead, self.waiting) if each)
+        return f"{self.slot}:{self.ahead}"
 
 
 def ring_for(widths: Iterable[int]) -> Ring:
@@ -375,7 +374,7 @@ def kernel(
     kinds = list(dict.fromkeys((each.text, each.attends) for each in phases))
     names = [name for each in phases for name in each.names]
     slots = (target.shared - room - BESIDE - 8 * len(names)) // (ring.slot + BARRIER)
-    sizes = f"constexpr int BLOCKS = {blocks}, SLOT = {ring.slot}, SLOTS = {slots}, AHEAD = {min(ring.ahead, slots)}, WAITING = {min(ring.waiting or ring.ahead, slots)}, ROOM = {room}, ENTRIES = {len(names)}, "
+    sizes = f"constexpr int BLOCKS = {blocks}, SLOT = {ring.slot}, SLOTS = {slots}, AHEAD = {min(ring.ahead, slots)}, ROOM = {room}, ENTRIES = {len(names)}, "
     sizes += f"PLACE = {names.index('places')}, PHASES = {len(phases)}, COMPUTING = {32 * WARPS}; constexpr bool TIMELINE = {str(timeline).lower()};"
     order = ", ".join(str(kinds.index((each.text, each.attends))) for each in phases)
     first, firsts = 0, []

@@ -91,8 +91,8 @@ def _splits(pairs: int, context: int, device: torch.device) -> int:
 @triton.jit
 def split_kernel(
     query, key, value, mask, parts, tops, out, qb, qh, qt, qd, kb, kh, kt, kd, vb, vh, vt, vd, mb, mh, mt, mc, ob, oh, ot, oe, scale, groups,
-    shared, length, context, splits, KIND: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
-    STEP: tl.constexpr, LOOK: tl.constexpr, EARLY: tl.constexpr,
+    shared, length, context, splits, KIND: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, E: tl.constexpr,
+    WIDE: tl.constexpr, STEP: tl.constexpr, LOOK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part of the context: the sum of exponentials, the largest score, and values weighted by them. Without parts, all of it."""
     if EARLY:
@@ -110,8 +110,7 @@ def split_kernel(
         mask += sample * mb
         # Where heads see the same, one stands for all.
         looks = length if mh == 0 else rows
-        first, last = extent(mask + group * shared * mh, looks, length, mh, mt, mc, context, KIND, LOOK)
-        mask_row = mask + head * mh + time * mt
+        first, last, all_seen = extent(mask + group * shared * mh, looks, length, mh, mt, mc, context, KIND, LOOK)
     # Whole steps, counted from the first position that is seen.
     count = tl.cdiv(tl.cdiv(last - first, STEP), splits) * STEP
     begin = first + split * count
@@ -120,37 +119,23 @@ def split_kernel(
         query + sample * qb + (head * qh + time * qt)[:, None] + column[None, :] * qd,
         mask=row_ok[:, None] & (column[None, :] < D), other=0.0,
     )  # fmt: skip
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, WIDE), tl.float32)
-    # Within a step 32 bits are enough; in 64 they would take the registers that three stages need.
-    near = tl.arange(0, STEP)
-    keys = near[None, :] * kt + column[:, None] * kd
-    values = near[:, None] * vt + wide[None, :] * vd
     key += sample * kb + group * kh
     value += sample * vb + group * vh
-    for at in range(begin, end, STEP):
-        here = at + near < end
-        far = tl.cast(at, tl.int64)
-        k = tl.load(key + far * kt + keys, mask=here[None, :] & (column[:, None] < D), other=0.0)
-        v = tl.load(value + far * vt + values, mask=here[:, None] & (wide[None, :] < E), other=0.0)
-        scores = dot(q, k) * scale
-        ok = here[None, :] & row_ok[:, None]
-        if KIND == 1:
-            ok = ok & (tl.load(mask_row[:, None] + far * mc + near[None, :] * mc, mask=ok, other=0) != 0)
-        if KIND == 2:
-            added = tl.load(mask_row[:, None] + far * mc + near[None, :] * mc, mask=ok, other=0.0).to(tl.float32)
-            # What stands for "not at all" as a finite number stays one: whoever sees nothing else sees all alike.
-            scores += tl.where(added == float("-inf"), added, tl.maximum(added * 1.4426950408889634, -3e38))
-        scores = tl.where(ok, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        # Where nothing was seen yet, there is nothing to take away.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(scores - base[:, None])
-        keep = tl.exp2(top - base)
-        total = total * keep + tl.sum(weight, 1)
-        acc = acc * keep[:, None] + dot(weight.to(v.dtype), v)
-        top = higher
+    # What everybody sees needs no second look at the mask, which no copy runs ahead of.
+    if KIND == 0:
+        top, total, acc = mixed_part(
+            q, key, value, None, row_ok, begin, end, kt, kd, vt, vd, mc, scale, 0, D, E, WIDE, STEP
+        )
+    else:
+        mask += (head * mh + time * mt)[:, None]
+        if all_seen:
+            top, total, acc = mixed_part(
+                q, key, value, mask, row_ok, begin, end, kt, kd, vt, vd, mc, scale, 0, D, E, WIDE, STEP
+            )
+        else:
+            top, total, acc = mixed_part(
+                q, key, value, mask, row_ok, begin, end, kt, kd, vt, vd, mc, scale, KIND, D, E, WIDE, STEP
+            )
     there = row_ok[:, None] & (wide[None, :] < E)
     if parts is None:
         mixed = acc / tl.where(total == 0, 1.0, total)[:, None]
@@ -165,10 +150,51 @@ def split_kernel(
 
 
 @triton.jit
+def mixed_part(
+    q, key, value, mask, row_ok, begin, end, kt, kd, vt, vd, mc, scale, KIND: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    WIDE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Of each row its largest score, the sum of exponentials, and the values weighted by them."""
+    ROWS: tl.constexpr = q.shape[0]
+    column, wide = tl.arange(0, q.shape[1]), tl.arange(0, WIDE)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, WIDE), tl.float32)
+    # Within a step 32 bits are enough; in 64 they would take the registers that three stages need.
+    near = tl.arange(0, STEP)
+    keys = near[None, :] * kt + column[:, None] * kd
+    values = near[:, None] * vt + wide[None, :] * vd
+    for at in range(begin, end, STEP):
+        here = at + near < end
+        far = tl.cast(at, tl.int64)
+        k = tl.load(key + far * kt + keys, mask=here[None, :] & (column[:, None] < D), other=0.0)
+        v = tl.load(value + far * vt + values, mask=here[:, None] & (wide[None, :] < E), other=0.0)
+        scores = dot(q, k) * scale
+        ok = here[None, :] & row_ok[:, None]
+        if KIND == 1:
+            ok = ok & (tl.load(mask + far * mc + near[None, :] * mc, mask=ok, other=0) != 0)
+        if KIND == 2:
+            added = tl.load(mask + far * mc + near[None, :] * mc, mask=ok, other=0.0).to(tl.float32)
+            # What stands for "not at all" as a finite number stays one: whoever sees nothing else sees all alike.
+            scores += tl.where(added == float("-inf"), added, tl.maximum(added * 1.4426950408889634, -3e38))
+        scores = tl.where(ok, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        # Where nothing was seen yet, there is nothing to take away.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(top - base)
+        total = total * keep + tl.sum(weight, 1)
+        acc = acc * keep[:, None] + dot(weight.to(v.dtype), v)
+        top = higher
+    return top, total, acc
+
+
+@triton.jit
 def extent(mask, rows, length, mh, mt, mc, context, KIND: tl.constexpr, LOOK: tl.constexpr):
-    """From the first to behind the last position that some row sees."""
+    """From the first to behind the last position that some row sees, and whether all rows see all of them, as they are."""
     firsts = tl.full((LOOK,), 0, tl.int32) + context
     lasts = tl.zeros((LOOK,), tl.int32)
+    plain = tl.zeros((LOOK,), tl.int32)
     for row in range(0, rows):
         for at in range(0, context, LOOK):
             place = at + tl.arange(0, LOOK)
@@ -177,8 +203,10 @@ def extent(mask, rows, length, mh, mt, mc, context, KIND: tl.constexpr, LOOK: tl
             ok = there & ((seen != 0) if KIND == 1 else (seen != float("-inf")))
             firsts = tl.minimum(firsts, tl.where(ok, place, context))
             lasts = tl.maximum(lasts, tl.where(ok, place + 1, 0))
+            plain += (there & ((seen != 0) if KIND == 1 else (seen == 0))).to(tl.int32)
     first = tl.min(firsts, 0)
-    return first, tl.maximum(first, tl.max(lasts, 0))
+    last = tl.maximum(first, tl.max(lasts, 0))
+    return first, last, tl.sum(plain, 0) == rows * (last - first)
 
 
 @triton.jit

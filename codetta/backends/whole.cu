@@ -9,9 +9,9 @@
 // another vector only when every warp of every block is known to be done with the first (runtime/whole.py), and the next step is another
 // launch. Every sum has one order: the same inputs give the same bits.
 //
-// In front of this text stand the sizes: BLOCKS, SLOT (bytes), SLOTS, AHEAD (pieces in flight), WAITING (the same while a vector is waited for),
-// ROOM (bytes of vectors), ENTRIES, PLACE (the entry of the newest position), PHASES, COMPUTING (threads), TIMELINE (whether clocks are read),
-// and what the machine can do (whole_machine.cu).
+// In front of this text stand the sizes: BLOCKS, SLOT (bytes), SLOTS, AHEAD (pieces in flight), ROOM (bytes of vectors), ENTRIES, PLACE (the
+// entry of the newest position), PHASES, COMPUTING (threads), TIMELINE (whether clocks are read), and what the machine can do
+// (whole_machine.cu).
 
 constexpr int WARPS = COMPUTING / 32, THREADS = COMPUTING;  // that compute; the feeder is one warp more
 constexpr float LOWEST = -1e30f;
@@ -26,7 +26,6 @@ struct Table {
 struct alignas(8) Barriers {
     u64 full[SLOTS], empty[SLOTS];
     volatile u32 issued;  // pieces
-    volatile bool waits;  // whether a vector is waited for
     float sums[4][WARPS], sinks[4][WARPS];
     u32 ended;  // warps that have put their part into sinks
     u64 table[ENTRIES];  // where it is near
@@ -158,8 +157,8 @@ __device__ __forceinline__ void push(u32 first, int count, u64 a, u64 b, u32 a_b
     for (int turn = 0; turn < count; ++turn) {
         if (lane() == turn) {
             wait(shared(&bars.empty[slot]), (mine / SLOTS & 1) ^ 1);
-            const u32 most = WAITING < AHEAD && bars.waits ? WAITING : AHEAD, before = mine - most;
-            if (mine >= most) wait(shared(&bars.full[before % SLOTS]), before / SLOTS & 1);
+            const u32 before = mine - AHEAD;
+            if (mine >= AHEAD) wait(shared(&bars.full[before % SLOTS]), before / SLOTS & 1);
             expect(full, a_bytes + b_bytes);
             bars.issued = mine + 1;
             if (a_bytes) copy(to, a, a_bytes, full, policy);
@@ -286,9 +285,7 @@ __device__ __forceinline__ void receive_vector(u64 from, const u64* partials, fl
             }
         }
     }
-    if (WAITING < AHEAD && threadIdx.x == 0) barriers().waits = true;
     receive(lines, at, wanted, now);
-    if (WAITING < AHEAD && threadIdx.x == 0) barriers().waits = false;
     if constexpr (N > 0) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -717,7 +714,7 @@ __device__ __forceinline__ void run(const Table& table, u32* counter) {
         prepare(shared(&bars.empty[i]));
     }
     for (u32 i = threadIdx.x; i < ENTRIES; i += blockDim.x) bars.table[i] = table.at[i];
-    if (threadIdx.x == 0) bars.issued = bars.ended = bars.waits = 0;
+    if (threadIdx.x == 0) bars.issued = bars.ended = 0;
     prepared();
     walk.place = (int)load_long(table.at[PLACE], 0);
     __syncthreads();

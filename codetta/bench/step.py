@@ -19,9 +19,9 @@ WRAP = 2**32  # nanoseconds, after which the clock begins anew
 
 
 def ring_named(text: str) -> Ring:
-    """BYTES:PIECES[:FEWER]: of a slot, in flight, and in flight while a vector is waited for."""
+    """BYTES:PIECES: of a slot, and in flight."""
     parts = text.split(":")
-    if len(parts) not in (2, 3) or not all(each.isdecimal() and int(each) for each in parts) or int(parts[0]) % 1024:
+    if len(parts) != 2 or not all(each.isdecimal() and int(each) for each in parts) or int(parts[0]) % 1024:
         raise ArgumentError(
             "ring", f"is {text!r}", "pass bytes of a slot, a multiple of 1024, and pieces in flight: 16384:4"
         )

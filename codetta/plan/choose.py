@@ -24,8 +24,9 @@ FEW = 64  # rows, up to which the weights' way to the chip is all that counts
 STREAMED = 4  # rows at most that meet weights element by element
 # Columns of a tile that streams weights, and how deep a step is: 16 KB of them, four warps.
 STREAMS = ((2, 4096), (4, 2048), (8, 1024), (16, 512))
-# Columns, depth and stages of a tile for up to 16 rows, and multiprocessors that are to have one (measured on an H200, docs/log.md).
-EARLY, UNITS = ((64, 256, 3), (64, 128, 4), (32, 512, 3)), 132
+# Columns, depth and stages of a tile for up to 16 rows, narrow ones first, and blocks of them that a multiprocessor holds (measured on an
+# H200, docs/log.md): a product takes the first of which all blocks run at once. The last is for pairs of strips.
+EARLY, PAIRED, UNITS = (((32, 256, 6), 1), ((64, 256, 4), 1), ((64, 256, 3), 2), ((128, 128, 4), 2)), (64, 128, 4), 132
 SMALL_SPILL = 128  # registers that the specialised loop may lack and still be the best guess
 
 
@@ -139,12 +140,12 @@ def _early_tiles(program: Program, rows: int, target: Target | None) -> list[Til
     """For rows that a matrix instruction takes at once: weights by pointers, the first of them while the kernel before still runs."""
     if target is None or not target.starts_early or not STREAMED < rows <= 16 or program.a_dtype.itemsize != 2:
         return []
-    tiles = [Tile(16, cols, depth, stages, 4, 8, 1, early=True, ahead=8) for cols, depth, stages in EARLY]
-    paired = all(len(segment.strips) > 1 for segment in program.narrow.segments)
-    wide, pairs, small = tiles
-    # Where wide tiles leave multiprocessors without work, narrow ones; where each is two strips, two blocks share a multiprocessor.
-    first = small if program.cols < UNITS * wide.cols else pairs if paired else wide
-    return [first, *(each for each in tiles if each is not first)]
+    if all(len(segment.strips) > 1 for segment in program.narrow.segments):
+        shapes = [PAIRED]
+    else:
+        shapes = [shape for shape, held in EARLY if program.cols <= shape[0] * held * UNITS] or [EARLY[-1][0]]
+    shapes += [shape for shape, _ in EARLY if shape not in shapes]
+    return [Tile(16, cols, depth, stages, 4, 8, 1, early=True) for cols, depth, stages in shapes]
 
 
 @lru_cache(maxsize=1024)

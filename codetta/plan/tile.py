@@ -39,13 +39,12 @@ class Tile:
     stagger: int = 0  # K steps by which its second consumer runs behind the first
     # Its first weights are read while the kernel before it ends; the program is taken in its narrow form.
     early: bool = False
-    ahead: int = 0  # lines of 128 bytes of each row of weights that the pointer loop then fetches into L2; a power of two
 
     def __str__(self) -> str:
         """In a few words, for tables: loop, shape, stages, chunks, then warps or slots."""
         text = f"{self.loop} {self.rows}x{self.cols}x{self.depth} s{self.stages} c{self.chunks}"
         slots = f"i{self.load_slots} o{self.store_slots}"
-        return f"{text} {slots if self.load_slots or self.store_slots else f'w{self.warps}'}{' early' if self.early else ''}{f' a{self.ahead}' if self.ahead else ''}"
+        return f"{text} {slots if self.load_slots or self.store_slots else f'w{self.warps}'}{' early' if self.early else ''}"
 
     def strip(self, segment: Segment) -> int:
         """Columns of one strip in the tile; a power of two, so three strips take the room of four."""
