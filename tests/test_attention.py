@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from processors import FEWER
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -320,9 +321,10 @@ def test_masks_of_any_type(kind: str) -> None:
     torch.testing.assert_close(found.double(), exactly(query, key, value, mask), rtol=1e-5, atol=1e-5)
 
 
-def test_portable_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same without any instructions of this processor's own."""
-    monkeypatch.setattr(cpu_build, "_machine_flags", lambda: ())
+@pytest.mark.parametrize("flags", FEWER.values(), ids=FEWER)
+def test_portable_attention(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on processors that have less than this one."""
+    monkeypatch.setattr(cpu_build, "_machine_flags", lambda: flags)
     library = cpu_build.load_attention()
     monkeypatch.setattr(cpu_attention, "_kernel", lambda: library)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)):

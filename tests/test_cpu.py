@@ -17,6 +17,7 @@ import torch
 from case import Case
 from generate import cases
 from hypothesis import HealthCheck, Phase, given, settings
+from processors import FEWER
 from torch import Tensor
 
 import codetta as ct
@@ -491,9 +492,10 @@ def test_threads_change_no_bit(threads: Callable[[int], None]) -> None:
                     assert all(torch.equal(seen[0][k], other[k]) for k in other), (dtype, m, transposed)
 
 
-def test_portable_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same without any instructions of this processor's own."""
-    monkeypatch.setattr(cpu_build, "_machine_flags", lambda: ())
+@pytest.mark.parametrize("flags", FEWER.values(), ids=FEWER)
+def test_portable_path(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on processors that have less than this one."""
+    monkeypatch.setattr(cpu_build, "_machine_flags", lambda: flags)
     backend = Cpu()
 
     def epilogue(acc: Any, up: Any, x: ct.Tile, stat: ct.Col) -> Any:
@@ -505,8 +507,8 @@ def test_portable_path(monkeypatch: pytest.MonkeyPatch) -> None:
             "g": ct.store(ct.log(1.0 + abs(x)) + ct.sqrt(abs(x)) + acc, dtype=torch.float32), "d": ct.store(ct.dropout(acc, 0.5, 3), dtype=torch.float16),
         }  # fmt: skip
 
-    for dtype in (torch.float32, torch.bfloat16):
-        for m in (3, 40):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for m in (1, 3, 40):
             w = [rand(72, 50, dtype=dtype), rand(50, 72, dtype=dtype).T if m > 10 else rand(72, 50, dtype=dtype)]
             program, binding = ct.epilogue(epilogue).bind(
                 rand(m, 50, dtype=dtype), w, x=rand(m, 72), stat=Stat(rand(2, 3, m).abs(), "lse", 32, 90)

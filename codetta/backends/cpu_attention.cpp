@@ -7,7 +7,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#include "cpu_runtime.h"
+#include "cpu_sixteen.h"
 
 enum { SPAN = 512, STEP = 16 };        // positions of a part, and of a step: one for each lane
 enum { MOST_ROWS = 64, MOST_COLS = 256 };  // as cpu_attention.py has them
@@ -71,6 +71,7 @@ static Extent extent(const Call& call, i64 sample, i64 group) {
 
 // ---- one part --------------------------------------------------------------------------------------------------------
 
+#ifdef CODETTA_AVX512
 // Sixteen vectors -> the vector of their sums.
 INLINE V sums_of(V* x) {
 #define HALF(n, ...) for (int i = 0; i < n; i++) x[i] = __builtin_shufflevector(x[i], x[i + n], __VA_ARGS__)
@@ -85,6 +86,32 @@ INLINE V sums_of(V* x) {
 #undef HALF
   return x[0];
 }
+#endif
+// A query's products with STEP keys.
+template <class E> INLINE V scores_of(const float* q, const E* k, i64 k_step, i64 deep) {
+#ifdef CODETTA_AVX512
+  enum { AT_ONCE = STEP };
+#else
+  enum { AT_ONCE = 4 };  // as many sums as registers hold
+#endif
+  Sixteen sums[AT_ONCE];
+  alignas(64) float scores[STEP];
+  for (int first = 0; first < STEP; first += AT_ONCE) {
+#pragma GCC unroll 16
+    for (int p = 0; p < AT_ONCE; p++) sums[p] = Sixteen{};
+    for (i64 c = 0; c < deep; c += 16) {
+      const Sixteen x = sixteen_at(q + c, 16);
+#pragma GCC unroll 16
+      for (int p = 0; p < AT_ONCE; p++) sums[p] = plus_product(sums[p], x, sixteen_at(k + (first + p) * k_step + c, 16));
+    }
+#ifdef CODETTA_AVX512
+    return sums_of(sums);
+#else
+    for (int p = 0; p < AT_ONCE; p++) scores[first + p] = sum_of(sums[p]);
+#endif
+  }
+  return get<V>(scores, STEP);
+}
 // n rows of `cols` elements as fp32, in rows of whole vectors; rows up to STEP are filled with zeros.
 template <class T> static void widen(const char* from, i64 step, i64 n, i64 cols, float* to, i64 ld, i64 rows) {
   for (i64 r = 0; r < rows; r++)
@@ -95,16 +122,8 @@ struct Row { float* top; float* total; float* mixed; };
 
 // A query meets STEP positions, whose rows of keys and values are `k_step` and `v_step` elements apart and have whole vectors.
 template <class E> static void meet(const float* q, const E* k, i64 k_step, i64 deep, const E* v, i64 v_step, i64 wide, V scale, V hidden, Row row) {
-  V sums[STEP];
-#pragma GCC unroll 16
-  for (int p = 0; p < STEP; p++) sums[p] = V{};
-  for (i64 c = 0; c < deep; c += 16) {
-    const V x = get<V>(q + c, 16);
-#pragma GCC unroll 16
-    for (int p = 0; p < STEP; p++) sums[p] = fma_of(x, get<V>(k + p * k_step + c, 16), sums[p]);
-  }
   // Not a sum alone: what is hidden may be no number.
-  const V scores = where(hidden == all<V>(-__builtin_inff()), hidden, sums_of(sums) * scale + hidden);
+  const V scores = where(hidden == all<V>(-__builtin_inff()), hidden, scores_of(q, k, k_step, deep) * scale + hidden);
   const V before = all<V>(*row.top), top = maximum(before, all<V>(max_of(scores)));
   // Where nothing was seen yet, there is nothing to take away.
   const V base = where(top == all<V>(-__builtin_inff()), all<V>(0.f), top);
@@ -114,10 +133,10 @@ template <class E> static void meet(const float* q, const E* k, i64 k_step, i64 
   *row.top = top[0];
   *row.total = *row.total * kept[0] + sum_of(now);
   for (i64 c = 0; c < wide; c += 16) {
-    V sum = get<V>(row.mixed + c, 16) * kept;
+    Sixteen sum = plus_product(Sixteen{}, sixteen_at(row.mixed + c, 16), sixteen_times(kept[0]));
 #pragma GCC unroll 16
-    for (int p = 0; p < STEP; p++) sum = fma_of(all<V>(weights[p]), get<V>(v + p * v_step + c, 16), sum);
-    put(row.mixed + c, sum, 16);
+    for (int p = 0; p < STEP; p++) sum = plus_product(sum, sixteen_times(weights[p]), sixteen_at(v + p * v_step + c, 16));
+    keep_sixteen(row.mixed + c, sum);
   }
 }
 // Positions begin to end of one head of keys.

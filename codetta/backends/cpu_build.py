@@ -26,8 +26,8 @@ from codetta.runtime.cache import Cache, key_of
 
 HERE = Path(__file__).parent
 HEADERS = ("cpu_runtime.h", "cpu_math.h")
-MAIN_LOOP = ("cpu_gemm.cpp", "cpu_drive.h")
-ATTENTION = ("cpu_attention.cpp",)
+MAIN_LOOP = ("cpu_gemm.cpp", "cpu_drive.h", "cpu_sixteen.h")
+ATTENTION = ("cpu_attention.cpp", "cpu_sixteen.h")
 COMPILERS = ("g++", "c++", "clang++")
 # -fno-trapping-math and -fno-math-errno change no value: they only free the order and the vector forms of operations.
 FLAGS = ("-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-w")

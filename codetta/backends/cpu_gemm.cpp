@@ -14,7 +14,7 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
-#include "cpu_runtime.h"
+#include "cpu_sixteen.h"
 
 typedef ELEMENT T;
 
@@ -56,13 +56,24 @@ template <> struct Multiply<2> { INLINE V add(V c, Words a, Words b) { return _m
 #endif
 INLINE Words same_word(uint32_t w) { return _mm512_set1_epi32((int)w); }
 INLINE Words packed_words(const uint32_t* p) { return _mm512_load_si512(p); }
+template <class E> INLINE Words any_order_at(const E* p, i64 n) { return words_at(p, n); }
 #else
-typedef V Words;
-template <class E> INLINE Words words_at(const E* p, i64 n) { return get<V>(p, lanes(n)); }
-template <int P> struct Multiply { INLINE V add(V c, Words a, Words b) { return c + a * b; } };
-INLINE Words same_word(uint32_t w) { return all<V>(bits<float>(w)); }
-INLINE Words packed_words(const uint32_t* p) { V v; memcpy(&v, p, sizeof v); return v; }
-INLINE Words words_across(const T* p, const T*, i64 n) { return get<V>(p, lanes(n)); }
+typedef Sixteen Words;
+template <class E> INLINE Words words_at(const E* p, i64 n) { return sixteen_at(p, n); }
+// Words whose order is all the same, as long as the other side has it, too: of bf16 even ones first, one instruction for each part.
+template <class E> INLINE Words any_order_at(const E* p, i64 n) { return words_at(p, n); }
+#ifdef __AVX__
+INLINE Words any_order_at(const bf16* p, i64 n) {
+  if (n < 16) return words_at(p, n);
+  PartBits pairs;
+  memcpy(&pairs, p, sizeof pairs);
+  return {bits<Part>(pairs << 16), bits<Part>(pairs & 0xffff0000u)};
+}
+#endif
+template <int P> struct Multiply { INLINE Sixteen add(Sixteen c, const Words& a, const Words& b) { return plus_product(c, a, b); } };
+INLINE Words same_word(uint32_t word) { return sixteen_times(bits<float>(word)); }
+INLINE Words packed_words(const uint32_t* p) { return words_at((const float*)p, 16); }
+INLINE Words words_across(const T* p, const T*, i64 n) { return words_at(p, n); }
 #endif
 
 // ---- packing ---------------------------------------------------------------------------------------------------------
@@ -154,14 +165,60 @@ template <int WIDTH> static void pack_across(const T* from, i64 k_step, i64 coun
     }
   }
 }
+#else
+// The rows of a square become its columns: halves are zipped as often as the side can be halved.
+INLINE void transpose(Part r[PART]) {
+  for (int side = 1; side < PART; side *= 2) {
+    Part t[PART];
+#pragma GCC unroll 8
+    for (int i = 0; i < PART / 2; i++) {
+#ifdef __AVX__
+      t[2 * i] = __builtin_shufflevector(r[i], r[i + PART / 2], 0, 8, 1, 9, 2, 10, 3, 11);
+      t[2 * i + 1] = __builtin_shufflevector(r[i], r[i + PART / 2], 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+      t[2 * i] = __builtin_shufflevector(r[i], r[i + PART / 2], 0, 4, 1, 5);
+      t[2 * i + 1] = __builtin_shufflevector(r[i], r[i + PART / 2], 2, 6, 3, 7);
+#endif
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < PART; i++) r[i] = t[i];
+  }
+}
+// Lanes whose elements are adjacent in k.
+template <int WIDTH> static void pack_by_lane(const T* const* lane, i64 count, i64 k, uint32_t* __restrict to) {
+  for (i64 c0 = 0; c0 < WIDTH; c0 += PART)
+    for (i64 w = 0; w < k; w += PART) {
+      Part r[PART];
+      const i64 deep = least(k - w, PART);
+#pragma GCC unroll 8
+      for (int i = 0; i < PART; i++) {
+        T t[PART] = {};
+        const T* p = c0 + i < count ? lane[c0 + i] + w : t;
+        if (deep < PART && c0 + i < count) memcpy(t, p, deep * sizeof(T)), p = t;
+        if (c0 + i < count) PREFETCH((const char*)p + 256);
+        r[i] = part_at(p);
+      }
+      transpose(r);
+#pragma GCC unroll 8
+      for (int i = 0; i < PART; i++)
+        if (i < deep) memcpy(to + (w + i) * WIDTH + c0, &r[i], 4 * least(PART, WIDTH - c0));
+    }
+}
+// Lanes that are adjacent to one another.
+template <int WIDTH> static void pack_across(const T* from, i64 k_step, i64 count, i64 k, uint32_t* __restrict to) {
+  for (i64 w = 0; w < k; w++)
+    for (i64 c0 = 0; c0 < WIDTH; c0 += 16) {
+      const i64 here = count - c0 < 0 ? 0 : least(count - c0, 16);
+      const Words r = here ? words_at(from + w * k_step + c0, here) : Words{};
+      memcpy(to + w * WIDTH + c0, &r, 4 * least(WIDTH - c0, 16));
+    }
+}
 #endif
 
 // Pack `count` lanes (the rest is zero) into words [k][WIDTH]; elements of a lane are k_step apart.
 template <int WIDTH> static void pack(const T* const* lane, i64 k_step, bool side_by_side, i64 count, i64 k, uint32_t* to) {
-#ifdef CODETTA_AVX512
   if (k_step == 1) return pack_by_lane<WIDTH>(lane, count, k, to);
   if (side_by_side) return pack_across<WIDTH>(lane[0], k_step, count, k, to);
-#endif
   for (i64 w = 0; w < words(k); w++)
     for (i64 c = 0; c < WIDTH; c++) to[w * WIDTH + c] = c < count ? word_of(lane[c] + w * PER_WORD * k_step, k_step, k - w * PER_WORD) : 0;
 }
@@ -182,11 +239,11 @@ enum { WORDS_IN_MEMORY = sizeof(T) * PER_WORD == 4 };
 
 template <int ROWS_, bool IN_PLACE, bool FIRST>
 __attribute__((noinline)) static void multiply_stretch(i64 n, Rows a, const uint32_t* __restrict b, float* __restrict c, i64 ld) {
-  V acc[ROWS_][NV];
+  Sixteen acc[ROWS_][NV];
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS_; i++)
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) acc[i][v] = V{};
+    for (int v = 0; v < NV; v++) acc[i][v] = Sixteen{};
   // In place, an address and the step reach five rows. There are no registers for an address of every row, which is what the
   // compiler would make of it: the empty asm keeps it from that.
   const i64 step = a.step, step3 = 3 * step;
@@ -219,7 +276,7 @@ __attribute__((noinline)) static void multiply_stretch(i64 n, Rows a, const uint
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) {
       float* const to = c + i * ld + 16 * v;
-      put(to, FIRST ? acc[i][v] : acc[i][v] + get<V>(to, 16), 16);
+      keep_sixteen(to, FIRST ? acc[i][v] : plus(acc[i][v], sixteen_at(to, 16)));
     }
 }
 // The first `rows` of up to ROWS_ rows; no other is read.
@@ -237,21 +294,21 @@ template <int ROWS_, bool IN_PLACE> static void multiply(i64 rows, i64 n, Rows a
 // Both operands adjacent in k: dot products of R rows and C columns, each one sum: a row's result is the same in any company.
 template <int R, int C, int AHEAD> __attribute__((noinline)) static void dot_block(i64 k, const T* __restrict a, i64 a_step, const T* __restrict b, i64 b_step, float* __restrict c, i64 ld) {
   const int step = 16 * PER_WORD;
-  V acc[R][C];
+  Sixteen acc[R][C];
 #pragma GCC unroll 16
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 16
-    for (int j = 0; j < C; j++) acc[i][j] = V{};
+    for (int j = 0; j < C; j++) acc[i][j] = Sixteen{};
   i64 at = 0;
   for (; at + step <= k; at += step) {
     Words av[R];
 #pragma GCC unroll 16
-    for (int i = 0; i < R; i++) av[i] = words_at(a + i * a_step + at, 64);
+    for (int i = 0; i < R; i++) av[i] = any_order_at(a + i * a_step + at, 64);
 #pragma GCC unroll 16
     for (int j = 0; j < C; j++) {
       const T* p = b + j * b_step + at;
       if (AHEAD) PREFETCH((const char*)p + AHEAD);
-      const Words bv = words_at(p, 64);
+      const Words bv = any_order_at(p, 64);
 #pragma GCC unroll 16
       for (int i = 0; i < R; i++) acc[i][j] = Multiply<PER_WORD>::add(acc[i][j], av[i], bv);
     }
@@ -308,13 +365,13 @@ static void stream_rows(i64 rows, i64 k, const uint32_t* __restrict a, const T* 
       const i64 deep = least(DEEP, all_words - at);
       for (i64 i = 0; i < rows; i++) {
         const uint32_t* const av = a + i * all_words + at;
-        V x = V{};
+        Sixteen x = Sixteen{};
         if (deep == DEEP) {
 #pragma GCC unroll 8
           for (int q = 0; q < DEEP; q++) x = Multiply<PER_WORD>::add(x, same_word(av[q]), bv[q]);
         } else
           for (int q = 0; q < deep; q++) x = Multiply<PER_WORD>::add(x, same_word(av[q]), bv[q]);
-        put(c + i * ld + j, at ? x + get<V>(c + i * ld + j, 16) : x, 16);
+        keep_sixteen(c + i * ld + j, at ? plus(x, sixteen_at(c + i * ld + j, 16)) : x);
       }
     }
 }

@@ -9,6 +9,8 @@
 #include <string.h>
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define CODETTA_AVX512 1
+#endif
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -155,10 +157,24 @@ INLINE V minimum(V x, V y) { return _mm512_mask_mov_ps(_mm512_min_ps(x, y), _mm5
 INLINE float sum_of(V x) { return _mm512_reduce_add_ps(x); }
 INLINE float max_of(V x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) ? __builtin_nanf("") : _mm512_reduce_max_ps(x); }
 #else
+#ifdef __AVX__
+template <class F> INLINE V each_half(V x, F f) {
+  __m256 halves[2];
+  memcpy(halves, &x, sizeof x);
+  halves[0] = f(halves[0]);
+  halves[1] = f(halves[1]);
+  memcpy(&x, halves, sizeof x);
+  return x;
+}
+INLINE V rounded(V x) { return each_half(x, [](__m256 v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }); }
+INLINE V floored(V x) { return each_half(x, [](__m256 v) { return _mm256_floor_ps(v); }); }
+INLINE V square_root(V x) { return each_half(x, [](__m256 v) { return _mm256_sqrt_ps(v); }); }
+#else
 template <class F> INLINE V each_lane(V x, F f) { V y; for (int i = 0; i < 16; i++) y[i] = f(x[i]); return y; }
 INLINE V rounded(V x) { return each_lane(x, [](float v) { return __builtin_nearbyintf(v); }); }
 INLINE V floored(V x) { return each_lane(x, [](float v) { return __builtin_floorf(v); }); }
 INLINE V square_root(V x) { return each_lane(x, [](float v) { return __builtin_sqrtf(v); }); }
+#endif
 INLINE V fma_of(V x, V y, V z) { return x * y + z; }
 INLINE V magnitude(V x) { return bits<V>(bits<U>(x) & 0x7fffffffu); }
 INLINE V power_of_two(B n) { return bits<V>((n + 127) << 23); }
@@ -170,15 +186,21 @@ INLINE V at_least(float low, V x) { return where(x < all<V>(low), all<V>(low), x
 INLINE V at_most(float high, V x) { return where(x > all<V>(high), all<V>(high), x); }
 INLINE V maximum(V x, V y) { return where(is_nan(x) | (x > y), x, y); }
 INLINE V minimum(V x, V y) { return where(is_nan(x) | (x < y), x, y); }
-INLINE float sum_of(V x) {
-  for (int half = 8; half; half /= 2) for (int i = 0; i < half; i++) x[i] += x[i + half];
-  return x[0];
+// Halves of halves: lane i and lane i + 8 first.
+template <class F> INLINE float folded(V x, F f) {
+  typedef float Eight __attribute__((vector_size(32)));
+  typedef float Four __attribute__((vector_size(16)));
+  Eight e[2];
+  Four q[2];
+  memcpy(e, &x, sizeof e);
+  e[0] = f(e[0], e[1]);
+  memcpy(q, e, sizeof q);
+  q[0] = f(q[0], q[1]);
+  q[0] = f(q[0], __builtin_shufflevector(q[0], q[0], 2, 3, 2, 3));
+  return f(q[0], __builtin_shufflevector(q[0], q[0], 1, 1, 1, 1))[0];
 }
-INLINE float max_of(V x) {
-  float top = x[0];
-  for (int i = 1; i < 16; i++) top = top != top || top > x[i] ? top : x[i];
-  return top;
-}
+INLINE float sum_of(V x) { return folded(x, [](auto a, auto b) { return a + b; }); }
+INLINE float max_of(V x) { return folded(x, [](auto a, auto b) { return (a != a) | (a > b) ? a : b; }); }
 #endif
 INLINE I maximum(I x, I y) { return x > y ? x : y; }
 INLINE I minimum(I x, I y) { return x < y ? x : y; }
