@@ -18,7 +18,7 @@ UNDERSTOOD = {
     "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "pad_token_id",
     "bos_token_id", "eos_token_id", "use_cache", "transformers_version", "_from_model_config",
 }  # fmt: skip
-LEAST = 256  # tokens of a cache
+LEAST = 1024  # tokens of a cache: a longer call makes another one, and compiles anew
 
 
 def takes_over(model: nn.Module) -> None:
