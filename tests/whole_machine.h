@@ -89,12 +89,12 @@ static u32 from_lane(u32 mine, u32 lane) {
 }
 
 // A barrier of shared memory: what still has to arrive, bytes that still have to come, how often all was there.
-struct Barrier { u16 left, times; int bytes; };
+struct Barrier { unsigned char left, all; u16 times; int bytes; };
 static_assert(sizeof(Barrier) == 8, "8 bytes in shared memory");
 static Barrier& barrier(Block& block, u32 at) { return *(Barrier*)(block.memory.data() + at); }
 static void look_at(Barrier& barrier) {
     if (barrier.left == 0 && barrier.bytes == 0) {
-        barrier.left = 1;
+        barrier.left = barrier.all;
         ++barrier.times;
     }
 }
@@ -179,6 +179,7 @@ static void __syncwarp() { sim::meet(sim::block().warps[threadIdx.x / 32]); }
 static float __shfl_xor_sync(u32, float x, int distance) { return __uint_as_float(sim::from_lane(__float_as_uint(x), threadIdx.x % 32 ^ distance)); }
 static float __shfl_down_sync(u32, float x, int distance) { return __uint_as_float(sim::from_lane(__float_as_uint(x), threadIdx.x % 32 + distance)); }
 static u32 atomicAdd(u32* at, u32 more) { return (*at += more) - more; }
+static void atomicExch(u32* at, u32 value) { *at = value; }
 static void __threadfence() {}
 static void __threadfence_block() {}
 
@@ -204,18 +205,18 @@ static void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u
     __syncwarp();
 }
 
-static void prepare(u32 barrier) { sim::barrier(sim::block(), barrier) = {1, 0, 0}; }
+static void prepare(u32 barrier, u32 arrivals) { sim::barrier(sim::block(), barrier) = {(unsigned char)arrivals, (unsigned char)arrivals, 0, 0}; }
 static void prepared() {}
 static void wait(u32 barrier, u32 parity) {
     while ((sim::barrier(sim::block(), barrier).times & 1) == parity) sim::others();
 }
-static void arrive(u32 barrier) {
-    --sim::barrier(sim::block(), barrier).left;
+static void arrive(u32 barrier, u32 times) {
+    sim::barrier(sim::block(), barrier).left -= times;
     sim::look_at(sim::barrier(sim::block(), barrier));
 }
 static void expect(u32 barrier, u32 bytes) {
     sim::barrier(sim::block(), barrier).bytes += bytes;
-    arrive(barrier);
+    arrive(barrier, 1);
 }
 static void copy(u32 to, u64 from, u32 bytes, u32 barrier, u64) { sim::block().late.push_back({to, from, bytes, barrier}); }
 static u64 read_once() { return 0; }

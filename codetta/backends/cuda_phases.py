@@ -368,14 +368,21 @@ def room_for(widths: Iterable[int], heads: Iterable[int]) -> int:
 
 
 def kernel(
-    phases: list[Phase], ring: Ring, room: int, blocks: int, target: Target, timeline: bool, machine: Path = MACHINE
+    phases: list[Phase],
+    ring: Ring,
+    room: int,
+    blocks: int,
+    target: Target,
+    timeline: bool,
+    watched: bool,
+    machine: Path = MACHINE,
 ) -> str:
     """The source of a kernel that goes through the phases in this order; those with the same text share their code."""
     kinds = list(dict.fromkeys((each.text, each.attends) for each in phases))
     names = [name for each in phases for name in each.names]
     slots = (target.shared - room - BESIDE - 8 * len(names)) // (ring.slot + BARRIER)
     sizes = f"constexpr int BLOCKS = {blocks}, SLOT = {ring.slot}, SLOTS = {slots}, AHEAD = {min(ring.ahead, slots)}, ROOM = {room}, ENTRIES = {len(names)}, "
-    sizes += f"PLACE = {names.index('places')}, PHASES = {len(phases)}, COMPUTING = {32 * WARPS}; constexpr bool TIMELINE = {str(timeline).lower()};"
+    sizes += f"PLACE = {names.index('places')}, PHASES = {len(phases)}, COMPUTING = {32 * WARPS}; constexpr bool TIMELINE = {str(timeline).lower()}, WATCHED = {str(watched).lower()};"
     order = ", ".join(str(kinds.index((each.text, each.attends))) for each in phases)
     first, firsts = 0, []
     for each in phases:

@@ -10,8 +10,8 @@
 // launch. Every sum has one order: the same inputs give the same bits.
 //
 // In front of this text stand the sizes: BLOCKS, SLOT (bytes), SLOTS, AHEAD (pieces in flight), ROOM (bytes of vectors), ENTRIES, PLACE (the
-// entry of the newest position), PHASES, COMPUTING (threads), TIMELINE (whether clocks are read), and what the machine can do
-// (whole_machine.cu).
+// entry of the newest position), PHASES, COMPUTING (threads), TIMELINE (whether clocks are read), WATCHED (whether racecheck is to follow),
+// and what the machine can do (whole_machine.cu).
 
 constexpr int WARPS = COMPUTING / 32, THREADS = COMPUTING;  // that compute; the feeder is one warp more
 constexpr float LOWEST = -1e30f;
@@ -25,8 +25,9 @@ struct Table {
 
 struct alignas(8) Barriers {
     u64 full[SLOTS], empty[SLOTS];
-    volatile u32 issued;  // pieces
-    float sums[4][WARPS], sinks[4][WARPS];
+    u32 issued;  // pieces
+    float sums[4][WARPS];
+    u32 sinks[4][WARPS];  // the bits of numbers
     u32 ended;  // warps that have put their part into sinks
     u64 table[ENTRIES];  // where it is near
 };
@@ -102,11 +103,17 @@ __device__ __forceinline__ void put_cache(u64 to, i64 at, float value) {
     if (lane() < COUNT) *((u16*)to + at) = (u16)pack(value, 0.f);
 }
 
+// Words that warps leave for each other without a barrier. Racecheck takes them for races unless they are atomics.
+__device__ __forceinline__ u32 seen(u32& word) { return WATCHED ? atomicAdd(&word, 0u) : *(volatile u32*)&word; }
+__device__ __forceinline__ void leave(u32& word, u32 value) {
+    if (WATCHED) atomicExch(&word, value);
+    else *(volatile u32*)&word = value;
+}
 // Whether this is the last of so many; the others have written what they had to by then.
 __device__ __forceinline__ bool last_of(u32& counter, u32 all) {
     __threadfence_block();
     if (atomicAdd(&counter, 1u) != all - 1) return false;
-    counter = 0;
+    leave(counter, 0);
     __threadfence_block();
     return true;
 }
@@ -129,7 +136,7 @@ __device__ __forceinline__ void stamp(const Walk& walk, Moment moment) {
         if (lane()) return;
         u32* const mine = walk.stamps + (((walk.now - 1) % PHASES * BLOCKS + blockIdx.x) * WARPS + warp()) * STAMPS;
         mine[moment] = nanoseconds();
-        if (moment == RECEIVED) mine[PIECES] = barriers().issued - walk.piece;
+        if (moment == RECEIVED) mine[PIECES] = seen(barriers().issued) - walk.piece;
     }
 }
 
@@ -160,7 +167,7 @@ __device__ __forceinline__ void push(u32 first, int count, u64 a, u64 b, u32 a_b
             const u32 before = mine - AHEAD;
             if (mine >= AHEAD) wait(shared(&bars.full[before % SLOTS]), before / SLOTS & 1);
             expect(full, a_bytes + b_bytes);
-            bars.issued = mine + 1;
+            leave(bars.issued, mine + 1);
             if (a_bytes) copy(to, a, a_bytes, full, policy);
             if (b_bytes) copy(to + a_bytes, b, b_bytes, full, policy);
         }
@@ -207,6 +214,13 @@ __device__ __forceinline__ void feed_product(Walk& walk, const u64* t, u64 polic
 
 // ---- products
 
+// A warp is done with a slot. One lane says so for all, whose reading its barrier has ordered before; racecheck sees that of no other lane.
+constexpr u32 GIVERS = WATCHED ? 32 : 1;
+__device__ __forceinline__ void give_back(u32 slot) {
+    __syncwarp();
+    if (WATCHED || lane() == 0) arrive(shared(&barriers().empty[slot]), 1);
+}
+
 // Two rows of a piece after the other, times the vector in shared memory; the sums are in every lane.
 template <int K>
 __device__ __forceinline__ void dot(u32 piece, u32 apart, float& a, float& b) {
@@ -222,7 +236,7 @@ __device__ __forceinline__ void dot(u32 piece, u32 apart, float& a, float& b) {
     for (int left = K; left > 0; left -= COLUMNS) {
         const u32 slot = piece % SLOTS;
         // A slot that still waits for what it held before looks as if it were full: pieces must have been asked for.
-        while ((int)(bars.issued - piece) <= 0) pause();
+        while ((int)(seen(bars.issued) - piece) <= 0) pause();
         wait(shared(&bars.full[slot]), piece / SLOTS & 1);
         const int columns = min(left, COLUMNS);
         const uint4 *w = (const uint4*)(memory + slot * SLOT) + lane(), *v = w + columns / 8;
@@ -235,8 +249,7 @@ __device__ __forceinline__ void dot(u32 piece, u32 apart, float& a, float& b) {
             step(there ? w[32 * whole] : none, there ? v[32 * whole] : none, there ? x[32 * whole] : none);
         }
         x += COLUMNS / 8;
-        __syncwarp();
-        if (lane() == 0) arrive(shared(&bars.empty[slot]));
+        give_back(slot);
         piece += apart;
     }
     const u32 row = lane() / 4;
@@ -341,7 +354,7 @@ __device__ __forceinline__ void product(Walk& walk, const u64* t) {
             // Lanes have columns of their own in their sums.
 #pragma unroll
             for (int distance = 16; distance; distance /= 2) sinks[n] += __shfl_xor_sync(~0u, sinks[n], distance);
-            if (lane() == 0) bars.sinks[n][warp()] = sinks[n];
+            if (lane() == 0) leave(bars.sinks[n][warp()], __float_as_uint(sinks[n]));
         }
         // The last warp of the block sends, in the order of warps: whoever reads a sum reads a line for each block, all of them.
         if (lane() == 0 && last_of(bars.ended, WARPS)) {
@@ -349,7 +362,7 @@ __device__ __forceinline__ void product(Walk& walk, const u64* t) {
             for (int n = 0; n < P::SINKS; ++n) {
                 float sum = 0.f;
 #pragma unroll
-                for (int w = 0; w < WARPS; ++w) sum += ((volatile float*)bars.sinks[n])[w];
+                for (int w = 0; w < WARPS; ++w) sum += __uint_as_float(seen(bars.sinks[n][w]));
                 send_two(plain(t[P::FIRST_SINK + n]) + blockIdx.x * 16, sum, 0.f, walk.now);
             }
         }
@@ -552,7 +565,7 @@ __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, cons
     u32 piece = walk.piece + (splits.shares() ? splits.piece_of(warp()) : warp());
     for (int tile = 0; tile < splits.tiles; ++tile, piece += splits.items) {
         const u32 slot = piece % SLOTS;
-        while ((int)(bars.issued - piece) <= 0) pause();
+        while ((int)(seen(bars.issued) - piece) <= 0) pause();
         wait(shared(&bars.full[slot]), piece / SLOTS & 1);
         const int seen = splits.seen(part, tile);
         const uint4 *keys = (const uint4*)(memory + slot * SLOT) + lane() + before * splits.each * M::LANES;
@@ -575,8 +588,8 @@ __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, cons
             const uint4 k[1] = {there[0] ? keys[j / M::STEP * 32] : none}, v[1] = {there[0] ? values[j / M::STEP * 32] : none};
             mixed.add(k, v, there);
         }
-        __syncwarp();
-        if (lane() == 0 && !splits.shares()) arrive(shared(&bars.empty[slot]));
+        if (splits.shares()) __syncwarp();
+        else give_back(slot);
     }
     if (newest) {
         const uint4 k[1] = {*((const uint4*)mine + A::QUERIES * M::LANES + within)};
@@ -692,7 +705,7 @@ __device__ __forceinline__ void attention(Walk& walk, const u64* t) {
     sync();  // queries go where the last vector lay
     if (warp() < splits.items) attend_part<A>(walk, t, splits);
     sync();
-    if (splits.shares() && threadIdx.x < splits.pieces()) arrive(shared(&barriers().empty[(walk.piece + threadIdx.x) % SLOTS]));
+    if (splits.shares() && threadIdx.x < splits.pieces()) arrive(shared(&barriers().empty[(walk.piece + threadIdx.x) % SLOTS]), GIVERS);
     if (warp() < splits.items) send_part<A>(walk, t, splits);
     stamp(walk, RECEIVED);  // what is its own; the parts of others come now
     done(walk, splits);
@@ -710,8 +723,8 @@ __device__ __forceinline__ void run(const Table& table, u32* counter) {
     walk.now = steps * PHASES + 1;              // goes round after 2^32 phases; packets are never that old
     walk.stamps = counter + COUNTERS;
     for (u32 i = threadIdx.x; i < SLOTS; i += blockDim.x) {
-        prepare(shared(&bars.full[i]));
-        prepare(shared(&bars.empty[i]));
+        prepare(shared(&bars.full[i]), 1);
+        prepare(shared(&bars.empty[i]), GIVERS);
     }
     for (u32 i = threadIdx.x; i < ENTRIES; i += blockDim.x) bars.table[i] = table.at[i];
     if (threadIdx.x == 0) bars.issued = bars.ended = 0;

@@ -66,10 +66,12 @@ class Entry:
 
 @dataclass
 class Look:
-    """How kernels are made that somebody wants to look at: with another ring than usual, and with clocks that they read."""
+    """How kernels are made that somebody wants to look at: with another ring than usual, with clocks that they read, and watched by
+    racecheck, which knows atomics and barriers alone."""
 
-    ring: cuda_phases.Ring | None
-    timeline: bool
+    ring: cuda_phases.Ring | None = None
+    timeline: bool = False
+    watched: bool = False
     kernels: list[OneKernel] = field(default_factory=list)  # that were made meanwhile
 
 
@@ -77,8 +79,8 @@ _look: ContextVar[Look | None] = ContextVar("look", default=None)
 
 
 @contextmanager
-def looked_at(ring: cuda_phases.Ring | None = None, timeline: bool = False) -> Iterator[Look]:
-    look = Look(ring, timeline)
+def looked_at(ring: cuda_phases.Ring | None = None, timeline: bool = False, watched: bool = False) -> Iterator[Look]:
+    look = Look(ring, timeline, watched)
     token = _look.set(look)
     try:
         yield look
@@ -98,9 +100,9 @@ class OneKernel:
         self.blocks = blocks or unit_count(device)
         widths = [each.program.k for each in whole.products]
         heads = [each.result.cols // each.heads for each in whole.phases if isinstance(each, Attend)]
-        look = _look.get()
-        self.ring = look.ring if look is not None and look.ring is not None else cuda_phases.ring_for(widths)
-        self.room, self.timeline = cuda_phases.room_for(widths, heads), look is not None and look.timeline
+        look = _look.get() or Look()
+        self.ring = look.ring or cuda_phases.ring_for(widths)
+        self.room, self.timeline, self.watched = cuda_phases.room_for(widths, heads), look.timeline, look.watched
         self.life = Life(whole.phases)
         phases = [written(each, self.ring.slot, self.blocks) for each in whole.phases]
         self.source = self.text(phases)
@@ -112,11 +114,10 @@ class OneKernel:
         self.given = [each for each in self.entries if each.is_given]
         self.keeps = [each for each in self.entries if each.kind == "keep"]
         self.memory: Tensor | None = None
-        if look is not None:
-            look.kernels.append(self)
+        look.kernels.append(self)
 
     def text(self, phases: list[cuda_phases.Phase]) -> str:
-        return cuda_phases.kernel(phases, self.ring, self.room, self.blocks, self.target, self.timeline)
+        return cuda_phases.kernel(phases, self.ring, self.room, self.blocks, self.target, self.timeline, self.watched)
 
     def build(self) -> None:
         nvrtc.compiled(self.source, self.target)

@@ -1,9 +1,10 @@
 """Every epilogue of the library once, with each main loop, on a small ragged shape: something for compute-sanitizer to watch.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python tests/gpu/sanitize.py [NAME ...]
-compute-sanitizer --tool racecheck python tests/gpu/sanitize.py step
+compute-sanitizer --tool racecheck --kernel-name kns=whole_step python tests/gpu/sanitize.py step
 
-"step": a decoder's step as one kernel, at a few places.
+"step": a decoder's step as one kernel, at a few places. Racecheck follows barriers that a lane arrives at for itself, and atomics; the kernel is
+compiled so that there is nothing else in it.
 
 Without its cache PyTorch gives every tensor an allocation of its own, so that an access past its end is seen.
 """
@@ -34,9 +35,13 @@ def main(names: list[str]) -> None:
 def step() -> None:
     import test_persistent_gpu as persistent
 
+    from codetta.runtime.whole import looked_at
+
     causal = persistent.Causal(persistent.model("shared"))
     slots = persistent.room(causal)
-    run, _ = persistent.compiled(causal, slots)
+    with looked_at(watched=True):
+        run, _ = persistent.compiled(causal, slots)
+        run(torch.tensor([17], device="cuda"), slots.places)
     for place in (0, 70, 300):
         slots.places.fill_(place)
         found = run(torch.tensor([17], device="cuda"), slots.places)
