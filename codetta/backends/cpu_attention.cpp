@@ -124,16 +124,17 @@ struct Row { float* top; float* total; float* mixed; };
 template <class E> static void meet(const float* q, const E* k, i64 k_step, i64 deep, const E* v, i64 v_step, i64 wide, V scale, V hidden, Row row) {
   // Not a sum alone: what is hidden may be no number.
   const V scores = where(hidden == all<V>(-__builtin_inff()), hidden, scores_of(q, k, k_step, deep) * scale + hidden);
-  const V before = all<V>(*row.top), top = maximum(before, all<V>(max_of(scores)));
-  // Where nothing was seen yet, there is nothing to take away.
-  const V base = where(top == all<V>(-__builtin_inff()), all<V>(0.f), top);
-  const V kept = exponential(before - base), now = exponential(scores - base);
+  const float before = *row.top, here = max_of(scores), top = before != before || before > here ? before : here;
+  // Where nothing was seen yet, there is nothing to take away; mostly the largest score stays what it was.
+  const float base = top == -__builtin_inff() ? 0.f : top;
+  const float kept = before == top ? 1.f : exponential(all<V>(before - base))[0];
+  const V now = exponential(scores - all<V>(base));
   alignas(64) float weights[STEP];
   put(weights, now, STEP);
-  *row.top = top[0];
-  *row.total = *row.total * kept[0] + sum_of(now);
+  *row.top = top;
+  *row.total = *row.total * kept + sum_of(now);
   for (i64 c = 0; c < wide; c += 16) {
-    Sixteen sum = plus_product(Sixteen{}, sixteen_at(row.mixed + c, 16), sixteen_times(kept[0]));
+    Sixteen sum = plus_product(Sixteen{}, sixteen_at(row.mixed + c, 16), sixteen_times(kept));
 #pragma GCC unroll 16
     for (int p = 0; p < STEP; p++) sum = plus_product(sum, sixteen_times(weights[p]), sixteen_at(v + p * v_step + c, 16));
     keep_sixteen(row.mixed + c, sum);
