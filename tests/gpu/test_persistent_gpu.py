@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import codetta
+from codetta.bench.prefill import build
 from codetta.integrations.dynamo import Backend
 from codetta.integrations.huggingface import Causal, Slots
 from codetta.steps import Attend, Whole
@@ -88,10 +89,11 @@ def test_every_place(name: str) -> None:
     assert sum(isinstance(each, Attend) for each in whole.phases) == 3
 
 
+@pytest.mark.parametrize("name", ["shared", "llama-3.2-1b", "llama-7b"])
 @torch.no_grad()
-def test_ten_thousand_steps() -> None:
+def test_ten_thousand_steps(name: str) -> None:
     """Recorded and replayed, at one place after the other: it never hangs, and gives the same bits when it comes back."""
-    causal = Causal(model("shared"))
+    causal = Causal(model(name) if name in SHAPES else build(name, torch.device("cuda"), torch.bfloat16))
     slots = room(causal)
     step, _ = compiled(causal, slots)
     tokens = torch.tensor([17], device="cuda")
