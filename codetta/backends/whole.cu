@@ -104,7 +104,7 @@ __device__ __forceinline__ void put_cache(u64 to, i64 at, float value) {
 }
 
 // Words that warps leave for each other without a barrier. Racecheck takes them for races unless they are atomics.
-__device__ __forceinline__ u32 seen(u32& word) { return WATCHED ? atomicAdd(&word, 0u) : *(volatile u32*)&word; }
+__device__ __forceinline__ u32 left_in(u32& word) { return WATCHED ? atomicAdd(&word, 0u) : *(volatile u32*)&word; }
 __device__ __forceinline__ void leave(u32& word, u32 value) {
     if (WATCHED) atomicExch(&word, value);
     else *(volatile u32*)&word = value;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void stamp(const Walk& walk, Moment moment) {
         if (lane()) return;
         u32* const mine = walk.stamps + (((walk.now - 1) % PHASES * BLOCKS + blockIdx.x) * WARPS + warp()) * STAMPS;
         mine[moment] = nanoseconds();
-        if (moment == RECEIVED) mine[PIECES] = seen(barriers().issued) - walk.piece;
+        if (moment == RECEIVED) mine[PIECES] = left_in(barriers().issued) - walk.piece;
     }
 }
 
@@ -236,7 +236,7 @@ __device__ __forceinline__ void dot(u32 piece, u32 apart, float& a, float& b) {
     for (int left = K; left > 0; left -= COLUMNS) {
         const u32 slot = piece % SLOTS;
         // A slot that still waits for what it held before looks as if it were full: pieces must have been asked for.
-        while ((int)(seen(bars.issued) - piece) <= 0) pause();
+        while ((int)(left_in(bars.issued) - piece) <= 0) pause();
         wait(shared(&bars.full[slot]), piece / SLOTS & 1);
         const int columns = min(left, COLUMNS);
         const uint4 *w = (const uint4*)(memory + slot * SLOT) + lane(), *v = w + columns / 8;
@@ -362,7 +362,7 @@ __device__ __forceinline__ void product(Walk& walk, const u64* t) {
             for (int n = 0; n < P::SINKS; ++n) {
                 float sum = 0.f;
 #pragma unroll
-                for (int w = 0; w < WARPS; ++w) sum += __uint_as_float(seen(bars.sinks[n][w]));
+                for (int w = 0; w < WARPS; ++w) sum += __uint_as_float(left_in(bars.sinks[n][w]));
                 send_two(plain(t[P::FIRST_SINK + n]) + blockIdx.x * 16, sum, 0.f, walk.now);
             }
         }
@@ -565,7 +565,7 @@ __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, cons
     u32 piece = walk.piece + (splits.shares() ? splits.piece_of(warp()) : warp());
     for (int tile = 0; tile < splits.tiles; ++tile, piece += splits.items) {
         const u32 slot = piece % SLOTS;
-        while ((int)(seen(bars.issued) - piece) <= 0) pause();
+        while ((int)(left_in(bars.issued) - piece) <= 0) pause();
         wait(shared(&bars.full[slot]), piece / SLOTS & 1);
         const int seen = splits.seen(part, tile);
         const uint4 *keys = (const uint4*)(memory + slot * SLOT) + lane() + before * splits.each * M::LANES;

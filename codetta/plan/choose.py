@@ -25,7 +25,7 @@ STREAMED = 4  # rows at most that meet weights element by element
 # Columns of a tile that streams weights, and how deep a step is: 16 KB of them, four warps.
 STREAMS = ((2, 4096), (4, 2048), (8, 1024), (16, 512))
 # Columns, depth and stages of a tile for up to 16 rows, narrow ones first, and blocks of them that a multiprocessor holds (measured on an
-# H200, docs/log.md): a product takes the first of which all blocks run at once. The last is for pairs of strips.
+# H200, docs/log.md): a product takes the first of which all blocks run at once. PAIRED: for pairs of strips.
 EARLY, PAIRED, UNITS = (((32, 256, 6), 1), ((64, 256, 4), 1), ((64, 256, 3), 2), ((128, 128, 4), 2)), (64, 128, 4), 132
 SMALL_SPILL = 128  # registers that the specialised loop may lack and still be the best guess
 
