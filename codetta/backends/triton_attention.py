@@ -51,7 +51,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     splits = _splits(batch * groups, context, query.device)
     out = query.new_empty(batch, length, heads, width).transpose(1, 2)  # as kernels return it
     parts = tops = None
-    if splits > 1:
+    joins = splits > 1 or key.element_size() > 2  # registers for the result are short in float32
+    if joins:
         parts = torch.empty((batch * groups, splits, rows, width), dtype=torch.float32, device=query.device)
         tops = torch.empty((2, batch * groups, splits, rows), dtype=torch.float32, device=query.device)
     seen = mask if mask is None else mask.expand(batch, heads, length, context)
@@ -60,7 +61,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     early = target is not None and target.starts_early
     padded = max(16, triton.next_power_of_2(rows))
     columns, wide = (max(16, triton.next_power_of_2(size)) for size in (depth, width))
-    options = {"EARLY": early, "num_warps": WARPS, "num_stages": stages(padded, columns, wide, key.dtype, target)}
+    options = {
+        "EARLY": early,
+        "num_warps": WARPS,
+        "num_stages": stages(padded, columns, wide, key.dtype, target),
+    }
     options |= {"launch_pdl": True} if early else {}
     split_kernel[batch * groups, splits](
         query, key, value, seen, parts, tops, out, *query.stride(), *key.stride(), *value.stride(), *seen_strides, *out.stride(),
@@ -68,7 +73,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
         KIND=0 if seen is None else 1 if seen.dtype == torch.bool else 2, ROWS=padded, D=depth, COLUMNS=columns, E=width, WIDE=wide,
         STEP=STEP, LOOK=min(LOOK, triton.next_power_of_2(max(context, 16))), **options,
     )  # fmt: skip
-    if splits > 1:
+    if joins:
         join_kernel[batch * groups, rows](
             parts, tops, out, *out.stride(), groups, shared, length, splits, SPLITS=triton.next_power_of_2(splits), E=width, WIDE=wide,
             **options,
@@ -110,7 +115,18 @@ def split_kernel(
         mask += sample * mb
         # Where heads see the same, one stands for all.
         looks = length if mh == 0 else rows
-        first, last, all_seen = extent(mask + group * shared * mh, looks, length, mh, mt, mc, context, KIND, LOOK)
+        first, last, all_seen = extent(
+            mask + group * shared * mh,
+            looks,
+            length,
+            mh,
+            mt,
+            mc,
+            context,
+            KIND,
+            LOOK,
+            key.dtype.element_ty != tl.float32,
+        )
     # Whole steps, counted from the first position that is seen.
     count = tl.cdiv(tl.cdiv(last - first, STEP), splits) * STEP
     begin = first + split * count
@@ -121,21 +137,21 @@ def split_kernel(
     )  # fmt: skip
     key += sample * kb + group * kh
     value += sample * vb + group * vh
-    # What everybody sees needs no second look at the mask, which no copy runs ahead of.
-    if KIND == 0:
+    if KIND != 0:
+        mask += (head * mh + time * mt)[:, None]
+    # What everybody sees needs no second look at the mask, which no copy runs ahead of. Two loops of float32 would be short of registers.
+    if KIND == 0 or q.dtype == tl.float32:
         top, total, acc = mixed_part(
-            q, key, value, None, row_ok, begin, end, kt, kd, vt, vd, mc, scale, 0, D, E, WIDE, STEP
+            q, key, value, mask, row_ok, begin, end, kt, kd, vt, vd, mc, scale, KIND, D, E, WIDE, STEP
+        )
+    elif all_seen:
+        top, total, acc = mixed_part(
+            q, key, value, mask, row_ok, begin, end, kt, kd, vt, vd, mc, scale, 0, D, E, WIDE, STEP
         )
     else:
-        mask += (head * mh + time * mt)[:, None]
-        if all_seen:
-            top, total, acc = mixed_part(
-                q, key, value, mask, row_ok, begin, end, kt, kd, vt, vd, mc, scale, 0, D, E, WIDE, STEP
-            )
-        else:
-            top, total, acc = mixed_part(
-                q, key, value, mask, row_ok, begin, end, kt, kd, vt, vd, mc, scale, KIND, D, E, WIDE, STEP
-            )
+        top, total, acc = mixed_part(
+            q, key, value, mask, row_ok, begin, end, kt, kd, vt, vd, mc, scale, KIND, D, E, WIDE, STEP
+        )
     there = row_ok[:, None] & (wide[None, :] < E)
     if parts is None:
         mixed = acc / tl.where(total == 0, 1.0, total)[:, None]
@@ -190,20 +206,26 @@ def mixed_part(
 
 
 @triton.jit
-def extent(mask, rows, length, mh, mt, mc, context, KIND: tl.constexpr, LOOK: tl.constexpr):
+def extent(mask, rows, length, mh, mt, mc, context, KIND: tl.constexpr, LOOK: tl.constexpr, AT_ONCE: tl.constexpr):
     """From the first to behind the last position that some row sees, and whether all rows see all of them, as they are."""
-    firsts = tl.full((LOOK,), 0, tl.int32) + context
-    lasts = tl.zeros((LOOK,), tl.int32)
-    plain = tl.zeros((LOOK,), tl.int32)
+    # One number for each lane, so that looks follow each other without waiting; or one for all, where registers are short.
+    KEPT: tl.constexpr = LOOK if AT_ONCE else 1
+    firsts = tl.full((KEPT,), 0, tl.int32) + context
+    lasts = tl.zeros((KEPT,), tl.int32)
+    plain = tl.zeros((KEPT,), tl.int32)
     for row in range(0, rows):
         for at in range(0, context, LOOK):
             place = at + tl.arange(0, LOOK)
             there = place < context
             seen = tl.load(mask + row // length * mh + row % length * mt + place.to(tl.int64) * mc, mask=there, other=0)
             ok = there & ((seen != 0) if KIND == 1 else (seen != float("-inf")))
-            firsts = tl.minimum(firsts, tl.where(ok, place, context))
-            lasts = tl.maximum(lasts, tl.where(ok, place + 1, 0))
-            plain += (there & ((seen != 0) if KIND == 1 else (seen == 0))).to(tl.int32)
+            low, high = tl.where(ok, place, context), tl.where(ok, place + 1, 0)
+            count = (there & ((seen != 0) if KIND == 1 else (seen == 0))).to(tl.int32)
+            if not AT_ONCE:
+                low, high, count = tl.min(low, 0)[None], tl.max(high, 0)[None], tl.sum(count, 0)[None]
+            firsts = tl.minimum(firsts, low)
+            lasts = tl.maximum(lasts, high)
+            plain += count
     first = tl.min(firsts, 0)
     last = tl.maximum(first, tl.max(lasts, 0))
     return first, last, tl.sum(plain, 0) == rows * (last - first)
