@@ -4,7 +4,7 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python tests/gpu/sanitize.py 
 compute-sanitizer --tool racecheck --kernel-name kns=whole_step python tests/gpu/sanitize.py step
 
 "step": a decoder's step as one kernel, at a few places. Racecheck follows barriers that a lane arrives at for itself, and atomics; the kernel is
-compiled so that there is nothing else in it.
+compiled so that there should be nothing else in it.
 
 Without its cache PyTorch gives every tensor an allocation of its own, so that an access past its end is seen.
 """
