@@ -110,9 +110,7 @@ class OnFibers(runtime.OneKernel):
         self.__dict__["kernel"] = Simulated(self.source, self.target.shared, folder)
 
     def text(self, phases: list[cuda_phases.Phase]) -> str:
-        return cuda_phases.kernel(
-            phases, self.ring, self.room, self.blocks, self.target, self.timeline, self.watched, MACHINE
-        )
+        return cuda_phases.kernel(phases, self.ring, self.room, self.blocks, self.target, self.timeline, MACHINE)
 
 
 @pytest.fixture
@@ -231,9 +229,6 @@ def test_timeline() -> None:
         ("256 -> 384", 2), ("attention", 2), ("256 -> 256", 2), ("256 -> 656", 2), ("328 -> 256", 2), ("256 -> 36", 1)
     ]  # fmt: skip
     assert all(row["work_us"] >= 0 for row in rows)
-    with runtime.looked_at(watched=True):
-        watched, _ = compiled(causal.step(slots), "persistent")
-        assert torch.equal(watched(torch.tensor([17]), slots.places), looked)
     usual, _ = compiled(causal.step(slots), "persistent")
     assert torch.equal(usual(torch.tensor([17]), slots.places), looked)
 

@@ -374,7 +374,6 @@ def kernel(
     blocks: int,
     target: Target,
     timeline: bool,
-    watched: bool,
     machine: Path = MACHINE,
 ) -> str:
     """The source of a kernel that goes through the phases in this order; those with the same text share their code."""
@@ -382,7 +381,7 @@ def kernel(
     names = [name for each in phases for name in each.names]
     slots = (target.shared - room - BESIDE - 8 * len(names)) // (ring.slot + BARRIER)
     sizes = f"constexpr int BLOCKS = {blocks}, SLOT = {ring.slot}, SLOTS = {slots}, AHEAD = {min(ring.ahead, slots)}, ROOM = {room}, ENTRIES = {len(names)}, "
-    sizes += f"PLACE = {names.index('places')}, PHASES = {len(phases)}, COMPUTING = {32 * WARPS}; constexpr bool TIMELINE = {str(timeline).lower()}, WATCHED = {str(watched).lower()};"
+    sizes += f"PLACE = {names.index('places')}, PHASES = {len(phases)}, COMPUTING = {32 * WARPS}; constexpr bool TIMELINE = {str(timeline).lower()};"
     order = ", ".join(str(kinds.index((each.text, each.attends))) for each in phases)
     first, firsts = 0, []
     for each in phases:

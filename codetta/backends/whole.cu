@@ -10,8 +10,8 @@
 // launch. Every sum has one order: the same inputs give the same bits.
 //
 // In front of this text stand the sizes: BLOCKS, SLOT (bytes), SLOTS, AHEAD (pieces in flight), ROOM (bytes of vectors), ENTRIES, PLACE (the
-// entry of the newest position), PHASES, COMPUTING (threads), TIMELINE (whether clocks are read), WATCHED (whether racecheck is to follow),
-// and what the machine can do (whole_machine.cu).
+// entry of the newest position), PHASES, COMPUTING (threads), TIMELINE (whether clocks are read), and what the machine can do
+// (whole_machine.cu). Racecheck is to find nothing: every lane arrives for itself, and words that have no barrier are atomics.
 
 constexpr int WARPS = COMPUTING / 32, THREADS = COMPUTING;  // that compute; the feeder is one warp more
 constexpr float LOWEST = -1e30f;
@@ -103,12 +103,9 @@ __device__ __forceinline__ void put_cache(u64 to, i64 at, float value) {
     if (lane() < COUNT) *((u16*)to + at) = (u16)pack(value, 0.f);
 }
 
-// Words that warps leave for each other without a barrier. Racecheck takes them for races unless they are atomics.
-__device__ __forceinline__ u32 left_in(u32& word) { return WATCHED ? atomicAdd(&word, 0u) : *(volatile u32*)&word; }
-__device__ __forceinline__ void leave(u32& word, u32 value) {
-    if (WATCHED) atomicExch(&word, value);
-    else *(volatile u32*)&word = value;
-}
+// Words that warps leave for each other without a barrier.
+__device__ __forceinline__ u32 left_in(u32& word) { return atomicAdd(&word, 0u); }
+__device__ __forceinline__ void leave(u32& word, u32 value) { atomicExch(&word, value); }
 // Whether this is the last of so many; the others have written what they had to by then.
 __device__ __forceinline__ bool last_of(u32& counter, u32 all) {
     __threadfence_block();
@@ -214,12 +211,9 @@ __device__ __forceinline__ void feed_product(Walk& walk, const u64* t, u64 polic
 
 // ---- products
 
-// A warp is done with a slot. One lane says so for all, whose reading its barrier has ordered before; racecheck sees that of no other lane.
-constexpr u32 GIVERS = WATCHED ? 32 : 1;
-__device__ __forceinline__ void give_back(u32 slot) {
-    __syncwarp();
-    if (WATCHED || lane() == 0) arrive(shared(&barriers().empty[slot]), 1);
-}
+// A warp is done with a slot: it counts for so many of those that might share one.
+constexpr u32 GIVERS = 32 * WARPS;
+__device__ __forceinline__ void give_back(u32 slot, u32 times = WARPS) { arrive(shared(&barriers().empty[slot]), times); }
 
 // Two rows of a piece after the other, times the vector in shared memory; the sums are in every lane.
 template <int K>
@@ -377,10 +371,9 @@ enum { QUERY, NEW_KEY, NEW_VALUE, RESULT, KEYS, VALUES, PLACES, PARTS, TOPS };
 
 // How the positions of the cache that are seen are split: `each` for each of `parts` warps, from position `first`; `place`: of the newest.
 // Warps of a block follow each other, and what they make of one group of queries is one part for those who join them. Where a warp's
-// positions are a tile or less, warps that follow each other share pieces, and give them back together.
+// positions are a tile or less, warps that follow each other share pieces.
 template <class A>
 struct Splits {
-    static constexpr bool SHARES = SLOTS >= WARPS;  // a block's pieces lie in the ring at once
     int first, place, each, parts, tiles;
     int items, begin;  // of this block
     int lead, per;     // how many of them are of the first group; how many share a piece
@@ -397,9 +390,9 @@ struct Splits {
         begin = turn * WARPS;
         items = max(0, min(A::GROUPS * parts - begin, WARPS));
         lead = min(parts - begin % parts, items);
-        per = SHARES && tiles == 1 ? A::TILE / each : 1;
+        per = tiles == 1 ? A::TILE / each : 1;
     }
-    __device__ __forceinline__ bool shares() const { return SHARES && tiles == 1; }
+    __device__ __forceinline__ bool shares() const { return tiles == 1; }
     __device__ __forceinline__ int blocks() const { return (A::GROUPS * parts + WARPS - 1) / WARPS; }
     // Which of its group's a warp is, among those in this block; and its piece, counted from the block's first.
     __device__ __forceinline__ int within(int warp) const { return warp < lead ? warp : (warp - lead) % parts; }
@@ -413,9 +406,10 @@ struct Splits {
     // How many positions there are from here on: in a tile of a part, or in a piece that this warp is the first of.
     __device__ __forceinline__ int seen(int part, int tile) const { return max(0, min(min(place_of(part + 1, 0), place) - place_of(part, tile), A::TILE)); }
     __device__ __forceinline__ int held(int warp) const {
-        const int end = warp < lead ? lead : min(items, warp - within(warp) + parts), part = part_of(warp);
-        return min(place_of(part + min(per, end - warp), 0), place) - place_of(part, 0);
+        const int part = part_of(warp);
+        return min(place_of(part + sharers(warp), 0), place) - place_of(part, 0);
     }
+    __device__ __forceinline__ int sharers(int warp) const { return min(per, (warp < lead ? lead : min(items, warp - within(warp) + parts)) - warp); }
     // The blocks that have something of a group: the first one, and how many.
     __device__ __forceinline__ int first_block(int group) const { return group * parts / WARPS; }
     __device__ __forceinline__ int joined(int group) const { return ((group + 1) * parts - 1) / WARPS - first_block(group) + 1; }
@@ -528,7 +522,7 @@ __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, cons
     Barriers& bars = barriers();
     const int group = (splits.begin + (int)warp()) / splits.parts, head = group * A::QUERIES, shared_head = group / A::AGAIN;
     const int part = splits.part_of(warp()), before = splits.shares() ? splits.within(warp()) % splits.per : 0;  // that share a piece with it
-    const int held = splits.shares() ? splits.held(warp() - before) : 0;
+    const int held = splits.shares() ? splits.held(warp() - before) : 0, times = before ? 1 : WARPS + 1 - splits.sharers(warp());
     const bool newest = part == splits.parts - 1;
     float* const mine = sums_of<A>(warp());
     {
@@ -588,8 +582,7 @@ __device__ __forceinline__ void attend_part(const Walk& walk, const u64* t, cons
             const uint4 k[1] = {there[0] ? keys[j / M::STEP * 32] : none}, v[1] = {there[0] ? values[j / M::STEP * 32] : none};
             mixed.add(k, v, there);
         }
-        if (splits.shares()) __syncwarp();
-        else give_back(slot);
+        give_back(slot, times);
     }
     if (newest) {
         const uint4 k[1] = {*((const uint4*)mine + A::QUERIES * M::LANES + within)};
@@ -705,7 +698,6 @@ __device__ __forceinline__ void attention(Walk& walk, const u64* t) {
     sync();  // queries go where the last vector lay
     if (warp() < splits.items) attend_part<A>(walk, t, splits);
     sync();
-    if (splits.shares() && threadIdx.x < splits.pieces()) arrive(shared(&barriers().empty[(walk.piece + threadIdx.x) % SLOTS]), GIVERS);
     if (warp() < splits.items) send_part<A>(walk, t, splits);
     stamp(walk, RECEIVED);  // what is its own; the parts of others come now
     done(walk, splits);

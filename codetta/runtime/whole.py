@@ -66,12 +66,10 @@ class Entry:
 
 @dataclass
 class Look:
-    """How kernels are made that somebody wants to look at: with another ring than usual, with clocks that they read, and watched by
-    racecheck, which knows atomics and barriers alone."""
+    """How kernels are made that somebody wants to look at: with another ring than usual, with clocks that they read."""
 
     ring: cuda_phases.Ring | None = None
     timeline: bool = False
-    watched: bool = False
     kernels: list[OneKernel] = field(default_factory=list)  # that were made meanwhile
 
 
@@ -79,8 +77,8 @@ _look: ContextVar[Look | None] = ContextVar("look", default=None)
 
 
 @contextmanager
-def looked_at(ring: cuda_phases.Ring | None = None, timeline: bool = False, watched: bool = False) -> Iterator[Look]:
-    look = Look(ring, timeline, watched)
+def looked_at(ring: cuda_phases.Ring | None = None, timeline: bool = False) -> Iterator[Look]:
+    look = Look(ring, timeline)
     token = _look.set(look)
     try:
         yield look
@@ -102,7 +100,7 @@ class OneKernel:
         heads = [each.result.cols // each.heads for each in whole.phases if isinstance(each, Attend)]
         look = _look.get() or Look()
         self.ring = look.ring or cuda_phases.ring_for(widths)
-        self.room, self.timeline, self.watched = cuda_phases.room_for(widths, heads), look.timeline, look.watched
+        self.room, self.timeline = cuda_phases.room_for(widths, heads), look.timeline
         self.life = Life(whole.phases)
         phases = [written(each, self.ring.slot, self.blocks) for each in whole.phases]
         self.source = self.text(phases)
@@ -117,7 +115,7 @@ class OneKernel:
         look.kernels.append(self)
 
     def text(self, phases: list[cuda_phases.Phase]) -> str:
-        return cuda_phases.kernel(phases, self.ring, self.room, self.blocks, self.target, self.timeline, self.watched)
+        return cuda_phases.kernel(phases, self.ring, self.room, self.blocks, self.target, self.timeline)
 
     def build(self) -> None:
         nvrtc.compiled(self.source, self.target)
