@@ -107,7 +107,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     **{f"{name} ragged": library_call(name, True, torch.bfloat16) for name in library_names()},
     **{f"{name} {dtype}": library_call(name, False, dtype)
        for name in ("residual_stats", "norm_rope", "weight_gradient") for dtype in (torch.float16, torch.float32)},
-    **{f"{name} of {rows}": few_rows(name, rows) for name in library_names() for rows in (1, 3)},
+    **{f"{name} of {rows}": few_rows(name, rows) for name in library_names() for rows in (1, 3, 16)},
     **primitive_calls(),
 }  # fmt: skip
 
