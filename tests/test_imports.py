@@ -43,7 +43,17 @@ LAYERS: list[tuple[str, list[str]]] = [
             "codetta.runtime.launch",
         ],
     ),
-    ("capture", ["codetta.placement", "codetta.capture", "codetta.steps", "codetta.partition", "codetta.phases"]),
+    (
+        "capture",
+        [
+            "codetta.placement",
+            "codetta.capture",
+            "codetta.steps",
+            "codetta.gather",
+            "codetta.partition",
+            "codetta.phases",
+        ],
+    ),
     ("runtime", ["codetta.runtime"]),
     ("compiler", ["codetta.compiler"]),
     # Among them Hugging Face's models, and text from them.

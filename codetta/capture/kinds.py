@@ -29,6 +29,13 @@ def is_view(each: fx.Node) -> bool:
     return packet is None or packet in _VIEWS
 
 
+def origin(each: fx.Node) -> fx.Node:
+    """The operator behind views."""
+    while is_view(each) and each.args and isinstance(each.args[0], fx.Node):
+        each = each.args[0]
+    return each
+
+
 def is_call(each: fx.Node) -> bool:
     """Attention, or the loss with its head: kernels of others, or programs of their own, that nothing is fused with."""
     packet = packet_of(each)

@@ -12,11 +12,10 @@ from torch import Tensor, fx
 
 from codetta.attention import Attention
 from codetta.capture.attention import HOW, OPERATORS
-from codetta.capture.kinds import is_call, is_effect, is_size_of_inputs, packet_of
+from codetta.capture.kinds import is_call, is_effect, is_size_of_inputs, origin, packet_of
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply
-from codetta.partition import origin
 from codetta.runtime.constants import Constants
 from codetta.runtime.launch import launch
 from codetta.runtime.masks import SizedMask
