@@ -86,6 +86,10 @@ INLINE V sums_of(V* x) {
 #undef HALF
   return x[0];
 }
+#elif defined(__AVX__)
+INLINE Eight neighbours_added(Eight x, Eight y) {
+  return __builtin_shufflevector(x, y, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(x, y, 1, 3, 9, 11, 5, 7, 13, 15);
+}
 #endif
 // A query's products with STEP keys.
 template <class E> INLINE V scores_of(const float* q, const E* k, i64 k_step, i64 deep) {
@@ -106,6 +110,13 @@ template <class E> INLINE V scores_of(const float* q, const E* k, i64 k_step, i6
     }
 #ifdef CODETTA_AVX512
     return sums_of(sums);
+#elif defined(__AVX__)
+    Eight x[AT_ONCE];
+#pragma GCC unroll 4
+    for (int p = 0; p < AT_ONCE; p++) x[p] = sums[p].part[0] + sums[p].part[1];
+    const Eight pairs = neighbours_added(neighbours_added(x[0], x[1]), neighbours_added(x[2], x[3]));
+    const auto four = __builtin_shufflevector(pairs, pairs, 0, 1, 2, 3) + __builtin_shufflevector(pairs, pairs, 4, 5, 6, 7);
+    memcpy(scores + first, &four, sizeof four);
 #else
     for (int p = 0; p < AT_ONCE; p++) scores[first + p] = sum_of(sums[p]);
 #endif

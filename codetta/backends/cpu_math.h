@@ -2,20 +2,25 @@
 // Included by cpu_runtime.h. Errors are one to two units in the last place; infinities, zeros and NaN come out as in PyTorch.
 #pragma once
 
-INLINE V exponential(V x) {
+template <class X> INLINE X exponential_of(X x) {
   x = at_most(89.f, at_least(-104.f, x));
-  const V n = rounded(x * all<V>(1.44269504f));
-  V r = fma_of(n, all<V>(-0.693145752f), x);
-  r = fma_of(n, all<V>(-1.42860677e-6f), r);
-  V p = all<V>(1.37805939e-3f);
-  p = fma_of(p, r, all<V>(8.37312452e-3f));
-  p = fma_of(p, r, all<V>(4.16695364e-2f));
-  p = fma_of(p, r, all<V>(1.66664720e-1f));
-  p = fma_of(p, r, all<V>(4.99999851e-1f));
-  p = fma_of(p, r, all<V>(1.f));
-  p = fma_of(p, r, all<V>(1.f));
+  const X n = rounded(x * all<X>(1.44269504f));
+  X r = fma_of(n, all<X>(-0.693145752f), x);
+  r = fma_of(n, all<X>(-1.42860677e-6f), r);
+  X p = all<X>(1.37805939e-3f);
+  p = fma_of(p, r, all<X>(8.37312452e-3f));
+  p = fma_of(p, r, all<X>(4.16695364e-2f));
+  p = fma_of(p, r, all<X>(1.66664720e-1f));
+  p = fma_of(p, r, all<X>(4.99999851e-1f));
+  p = fma_of(p, r, all<X>(1.f));
+  p = fma_of(p, r, all<X>(1.f));
   return scaled_by_power(p, n);
 }
+#if defined(__AVX__) && !defined(CODETTA_AVX512)
+INLINE V exponential(V x) { return each_half(x, [](Eight v) { return exponential_of(v); }); }
+#else
+INLINE V exponential(V x) { return exponential_of(x); }
+#endif
 INLINE V logarithm(V x) {
   const B tiny = x < all<V>(0x1p-126f);
   const V scaled = where(tiny, x * all<V>(0x1p23f), x);

@@ -20,6 +20,7 @@ typedef int32_t B __attribute__((vector_size(64)));
 typedef uint32_t U __attribute__((vector_size(64)));
 typedef int64_t I __attribute__((vector_size(128)));
 typedef uint64_t W __attribute__((vector_size(128)));
+typedef float Eight __attribute__((vector_size(32)));  // what a register holds where V is two of them
 
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
@@ -70,6 +71,7 @@ enum { B_POINTER, B_STEP, B_BATCH_STEP, B_TRANSPOSED, B_ARGUMENTS };
 INLINE int lanes(i64 left) { return left < 16 ? (int)left : 16; }
 template <class X> struct Lane;
 template <> struct Lane<V> { typedef float type; };
+template <> struct Lane<Eight> { typedef float type; };
 template <> struct Lane<B> { typedef int32_t type; };
 template <> struct Lane<I> { typedef i64 type; };
 template <class X> INLINE X all(typename Lane<X>::type x) { return x - X{}; }
@@ -159,36 +161,36 @@ INLINE float max_of(V x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) ? __bui
 #else
 #ifdef __AVX__
 template <class F> INLINE V each_half(V x, F f) {
-  __m256 halves[2];
+  Eight halves[2];
   memcpy(halves, &x, sizeof x);
   halves[0] = f(halves[0]);
   halves[1] = f(halves[1]);
   memcpy(&x, halves, sizeof x);
   return x;
 }
-INLINE V rounded(V x) { return each_half(x, [](__m256 v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }); }
-INLINE V floored(V x) { return each_half(x, [](__m256 v) { return _mm256_floor_ps(v); }); }
-INLINE V square_root(V x) { return each_half(x, [](__m256 v) { return _mm256_sqrt_ps(v); }); }
+INLINE Eight rounded(Eight x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE V rounded(V x) { return each_half(x, [](Eight v) { return rounded(v); }); }
+INLINE V floored(V x) { return each_half(x, [](Eight v) { return (Eight)_mm256_floor_ps(v); }); }
+INLINE V square_root(V x) { return each_half(x, [](Eight v) { return (Eight)_mm256_sqrt_ps(v); }); }
 #else
 template <class F> INLINE V each_lane(V x, F f) { V y; for (int i = 0; i < 16; i++) y[i] = f(x[i]); return y; }
 INLINE V rounded(V x) { return each_lane(x, [](float v) { return __builtin_nearbyintf(v); }); }
 INLINE V floored(V x) { return each_lane(x, [](float v) { return __builtin_floorf(v); }); }
 INLINE V square_root(V x) { return each_lane(x, [](float v) { return __builtin_sqrtf(v); }); }
 #endif
-INLINE V fma_of(V x, V y, V z) { return x * y + z; }
+template <class X> INLINE X fma_of(X x, X y, X z) { return x * y + z; }
 INLINE V magnitude(V x) { return bits<V>(bits<U>(x) & 0x7fffffffu); }
-INLINE V power_of_two(B n) { return bits<V>((n + 127) << 23); }
-INLINE V scaled_by_power(V x, V n) {  // in two steps: 2^n itself may be too small or too large
-  const B whole_n = __builtin_convertvector(is_nan(n) ? V{} : n, B), half = whole_n >> 1;
-  return x * power_of_two(half) * power_of_two(whole_n - half);
+template <class X> INLINE X scaled_by_power(X x, X n) {  // in two steps: 2^n itself may be too small or too large
+  typedef decltype(x < x) Whole;
+  const Whole all_of_it = __builtin_convertvector(n != n ? X{} : n, Whole), half = all_of_it >> 1;
+  return x * bits<X>((half + 127) << 23) * bits<X>((all_of_it - half + 127) << 23);
 }
-INLINE V at_least(float low, V x) { return where(x < all<V>(low), all<V>(low), x); }
-INLINE V at_most(float high, V x) { return where(x > all<V>(high), all<V>(high), x); }
+template <class X> INLINE X at_least(float low, X x) { return x < all<X>(low) ? all<X>(low) : x; }
+template <class X> INLINE X at_most(float high, X x) { return x > all<X>(high) ? all<X>(high) : x; }
 INLINE V maximum(V x, V y) { return where(is_nan(x) | (x > y), x, y); }
 INLINE V minimum(V x, V y) { return where(is_nan(x) | (x < y), x, y); }
 // Halves of halves: lane i and lane i + 8 first.
 template <class F> INLINE float folded(V x, F f) {
-  typedef float Eight __attribute__((vector_size(32)));
   typedef float Four __attribute__((vector_size(16)));
   Eight e[2];
   Four q[2];
