@@ -89,7 +89,7 @@ static u32 from_lane(u32 mine, u32 lane) {
 }
 
 // A barrier of shared memory: what still has to arrive, bytes that still have to come, how often all was there.
-struct Barrier { unsigned char left, all; u16 times; int bytes; };
+struct Barrier { u32 left : 12, all : 12, times : 8; int bytes; };
 static_assert(sizeof(Barrier) == 8, "8 bytes in shared memory");
 static Barrier& barrier(Block& block, u32 at) { return *(Barrier*)(block.memory.data() + at); }
 static void look_at(Barrier& barrier) {
@@ -205,7 +205,11 @@ static void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u
     __syncwarp();
 }
 
-static void prepare(u32 barrier, u32 arrivals) { sim::barrier(sim::block(), barrier) = {(unsigned char)arrivals, (unsigned char)arrivals, 0, 0}; }
+static void prepare(u32 barrier, u32 arrivals) {
+    sim::Barrier fresh = {};
+    fresh.left = fresh.all = arrivals;
+    sim::barrier(sim::block(), barrier) = fresh;
+}
 static void prepared() {}
 static void wait(u32 barrier, u32 parity) {
     while ((sim::barrier(sim::block(), barrier).times & 1) == parity) sim::others();

@@ -72,6 +72,7 @@ static Extent extent(const Call& call, i64 sample, i64 group) {
 // ---- one part --------------------------------------------------------------------------------------------------------
 
 #ifdef CODETTA_AVX512
+enum { AT_ONCE = STEP };
 // Sixteen vectors -> the vector of their sums.
 INLINE V sums_of(V* x) {
 #define HALF(n, ...) for (int i = 0; i < n; i++) x[i] = __builtin_shufflevector(x[i], x[i + n], __VA_ARGS__)
@@ -86,18 +87,28 @@ INLINE V sums_of(V* x) {
 #undef HALF
   return x[0];
 }
-#elif defined(__AVX__)
+#else
+enum { AT_ONCE = 4 };  // as many sums as registers hold
+#ifdef __AVX__
 INLINE Eight neighbours_added(Eight x, Eight y) {
   return __builtin_shufflevector(x, y, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(x, y, 1, 3, 9, 11, 5, 7, 13, 15);
 }
+INLINE void sums_of(const Sixteen* x, float* to) {
+  Eight halves[AT_ONCE];
+#pragma GCC unroll 4
+  for (int p = 0; p < AT_ONCE; p++) halves[p] = x[p].part[0] + x[p].part[1];
+  const Eight pairs = neighbours_added(neighbours_added(halves[0], halves[1]), neighbours_added(halves[2], halves[3]));
+  const auto four = __builtin_shufflevector(pairs, pairs, 0, 1, 2, 3) + __builtin_shufflevector(pairs, pairs, 4, 5, 6, 7);
+  memcpy(to, &four, sizeof four);
+}
+#else
+INLINE void sums_of(const Sixteen* x, float* to) {
+  for (int p = 0; p < AT_ONCE; p++) to[p] = sum_of(x[p]);
+}
+#endif
 #endif
 // A query's products with STEP keys.
 template <class E> INLINE V scores_of(const float* q, const E* k, i64 k_step, i64 deep) {
-#ifdef CODETTA_AVX512
-  enum { AT_ONCE = STEP };
-#else
-  enum { AT_ONCE = 4 };  // as many sums as registers hold
-#endif
   Sixteen sums[AT_ONCE];
   alignas(64) float scores[STEP];
   for (int first = 0; first < STEP; first += AT_ONCE) {
@@ -110,15 +121,8 @@ template <class E> INLINE V scores_of(const float* q, const E* k, i64 k_step, i6
     }
 #ifdef CODETTA_AVX512
     return sums_of(sums);
-#elif defined(__AVX__)
-    Eight x[AT_ONCE];
-#pragma GCC unroll 4
-    for (int p = 0; p < AT_ONCE; p++) x[p] = sums[p].part[0] + sums[p].part[1];
-    const Eight pairs = neighbours_added(neighbours_added(x[0], x[1]), neighbours_added(x[2], x[3]));
-    const auto four = __builtin_shufflevector(pairs, pairs, 0, 1, 2, 3) + __builtin_shufflevector(pairs, pairs, 4, 5, 6, 7);
-    memcpy(scores + first, &four, sizeof four);
 #else
-    for (int p = 0; p < AT_ONCE; p++) scores[first + p] = sum_of(sums[p]);
+    sums_of(sums, scores + first);
 #endif
   }
   return get<V>(scores, STEP);

@@ -368,13 +368,7 @@ def room_for(widths: Iterable[int], heads: Iterable[int]) -> int:
 
 
 def kernel(
-    phases: list[Phase],
-    ring: Ring,
-    room: int,
-    blocks: int,
-    target: Target,
-    timeline: bool,
-    machine: Path = MACHINE,
+    phases: list[Phase], ring: Ring, room: int, blocks: int, target: Target, timeline: bool, machine: Path = MACHINE
 ) -> str:
     """The source of a kernel that goes through the phases in this order; those with the same text share their code."""
     kinds = list(dict.fromkeys((each.text, each.attends) for each in phases))

@@ -61,11 +61,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     early = target is not None and target.starts_early
     padded = max(16, triton.next_power_of_2(rows))
     columns, wide = (max(16, triton.next_power_of_2(size)) for size in (depth, width))
-    options = {
-        "EARLY": early,
-        "num_warps": WARPS,
-        "num_stages": stages(padded, columns, wide, key.dtype, target),
-    }
+    options = {"EARLY": early, "num_warps": WARPS, "num_stages": stages(padded, columns, wide, key.dtype, target)}
     options |= {"launch_pdl": True} if early else {}
     split_kernel[batch * groups, splits](
         query, key, value, seen, parts, tops, out, *query.stride(), *key.stride(), *value.stride(), *seen_strides, *out.stride(),

@@ -92,7 +92,7 @@ def test_every_place(name: str) -> None:
 @pytest.mark.parametrize("name", ["shared", "llama-3.2-1b", "llama-7b"])
 @torch.no_grad()
 def test_ten_thousand_steps(name: str) -> None:
-    """Recorded and replayed, at one place after the other: it never hangs, and gives the same bits when it comes back."""
+    """Recorded and replayed, at one place after the other: it never hangs, and repeats its bits in the end."""
     causal = Causal(model(name) if name in SHAPES else build(name, torch.device("cuda"), torch.bfloat16))
     slots = room(causal)
     step, _ = compiled(causal, slots)
