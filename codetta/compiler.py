@@ -27,7 +27,7 @@ from codetta.capture.attention import heads_are_shared
 from codetta.capture.embedding import embedding_adds_up
 from codetta.capture.inner_products import inner_product_passes
 from codetta.capture.paddings import paddings_join
-from codetta.capture.repeats import without_repeats
+from codetta.capture.repeats import whole_slice_vanishes, without_repeats
 from codetta.capture.sums import sums_of_products_join
 from codetta.capture.weight_gradients import gradients_look_again, row_scale_crosses
 from codetta.dispatch import debug_level, why_never
@@ -50,8 +50,9 @@ def compile_graph(
     module: fx.GraphModule, parameters: Iterable[fx.Node], options: Options, compile_region: CompileRegion | None
 ) -> Executor:
     """An aten graph as something to call with its inputs. compile_region: who compiles what no program covers, if anybody."""
+    parameters = list(parameters)
     plan = scheduled(plan_of(module, parameters, options), options)
-    return built(plan, options, lambda: Executor(plan, compile_region))
+    return built(plan, options, lambda: Executor(plan, compile_region, parameters, options.graphs == "auto"))
 
 
 def compile_joint(
@@ -62,8 +63,9 @@ def compile_joint(
     compile_region: CompileRegion | None,
 ) -> Training:
     """The same for a graph whose outputs after the first few are gradients: two functions, one after the other."""
+    parameters = list(parameters)
     plan = plan_of(module, parameters, options, outputs)
-    return built(plan, options, lambda: Training(plan, outputs, compile_region))
+    return built(plan, options, lambda: Training(plan, outputs, compile_region, parameters, options.graphs == "auto"))
 
 
 def built(plan: Plan, options: Options, write: Callable[[], Written]) -> Written:
@@ -109,6 +111,7 @@ def plan_of(
     """capture, rewrite, partition, until every program is one that a backend can run; the rest stays with the graph."""
     graph, parameters = module.graph, list(parameters)
     left: dict[fx.Node, Reason] = {}
+    whole_slice_vanishes(graph)
     without_repeats(graph)
     rows_are_appended(graph)
     heads_are_shared(graph)

@@ -14,6 +14,7 @@ from codetta.capture.inner_products import inner_product_passes
 from codetta.capture.loss import loss_takes_the_head
 from codetta.capture.paddings import paddings_join
 from codetta.capture.reader import late_is_staged
+from codetta.capture.repeats import whole_slice_vanishes
 from codetta.capture.sums import sums_of_products_join
 from codetta.capture.weight_gradients import gradients_look_again, row_scale_crosses
 from codetta.placement import Placement
@@ -60,6 +61,7 @@ def laws() -> list[Law]:
         _law("attention_stays_whole", stays_whole),
         _law("heads_are_shared", heads_are_shared),
         _law("mask_has_a_name", mask_has_a_name),
+        _law("whole_slice_vanishes", whole_slice_vanishes),
         _law("rows_are_appended", rows_are_appended),
         _law("loss_takes_the_head", loss_takes_the_head),
         _law("embedding_adds_up", embedding_adds_up),

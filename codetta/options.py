@@ -9,6 +9,7 @@ from codetta.errors import ArgumentError
 LEFTOVER = ("auto", "inductor", "graph")
 MEMORY = ("less", "normal", "more")
 SCHEDULE = ("auto", "chain", "persistent")
+GRAPHS = ("auto", "off")
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Options:
     program a store; "less" also makes the logits of a loss twice, a third more work there (partition.py, runtime/loss.py).
     schedule: of a decoder's step. "chain": a kernel for each program; "persistent": all of them as one kernel, where phases.py can;
     "auto": that which was measured to be faster on such a device (compiler.py).
+    graphs: "auto": calls that come again with inputs of the same sizes are recorded as CUDA graphs, where the host would be slower than
+    the GPU; "off": never (runtime/replay.py).
     progress: a bar while kernels are built; None shows it where stderr is a terminal (compiler.py).
     """
 
@@ -30,6 +33,7 @@ class Options:
     logits: str = "lazy"
     memory: str = "normal"
     schedule: str = "auto"
+    graphs: str = "auto"
     progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -37,7 +41,7 @@ class Options:
             raise ArgumentError("numerics", f"is {self.numerics!r}", "pass 'default' or 'strict'")
         if self.logits not in ("lazy", "always"):
             raise ArgumentError("logits", f"is {self.logits!r}", "pass 'lazy' or 'always'")
-        for name, known in (("leftover", LEFTOVER), ("memory", MEMORY), ("schedule", SCHEDULE)):
+        for name, known in (("leftover", LEFTOVER), ("memory", MEMORY), ("schedule", SCHEDULE), ("graphs", GRAPHS)):
             value = getattr(self, name)
             if value not in known:
                 raise ArgumentError(name, f"is {value!r}", f"pass one of {', '.join(known)}")

@@ -20,7 +20,7 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("rewrite", ["codetta.rewrite"]),
     ("program", ["codetta.program"]),
     # What a call's tensors are: data that backends are handed, so below them.
-    ("tensors", ["codetta.stat", "codetta.runtime.bind"]),
+    ("tensors", ["codetta.stat", "codetta.runtime.bind", "codetta.runtime.invocation"]),
     ("language", ["codetta.dsl", "codetta.trace"]),
     ("plan", ["codetta.plan"]),
     ("cache", ["codetta.runtime.cache"]),

@@ -19,6 +19,7 @@ from codetta.backends.cpu_spelling import DTYPES
 from codetta.errors import LoweringError, Reason
 from codetta.program import Program
 from codetta.runtime.bind import Binding
+from codetta.runtime.invocation import Invocation, Number, announce
 from codetta.stat import FIELDS, Stat
 
 
@@ -86,7 +87,9 @@ class Cpu:
         if kernel.indexed:
             check_indices(program, binding, kernel.library)
         kept: list[Tensor] = []  # copies that must live until the kernel is done
-        kernel.library.run(arguments(program, binding, results, kernel.passes, kept))
+        given = arguments(program, binding, results, kernel.passes, kept)
+        kernel.library.run([each.data_ptr() if isinstance(each, Tensor) else each for each in given])
+        announce(lambda: _invocation(kernel, given))
         return results
 
     def source(self, program: Program, binding: Binding) -> str:
@@ -116,6 +119,15 @@ class Cpu:
         if reasons:
             self._refused[program, tools] = reasons
         return reasons
+
+
+def _invocation(kernel: Kernel, given: list[int | Tensor]) -> Invocation | None:
+    """The same call as data; None where row numbers must be looked at first."""
+    if kernel.indexed:
+        return None
+    library = kernel.library
+    values = [each if isinstance(each, Tensor) else Number(int(each), 8) for each in given]
+    return Invocation(library.function, values, library, plan=library.plan)
 
 
 def _kernel(program: Program, library: cpu_build.Library, text: Text) -> Kernel:

@@ -55,23 +55,23 @@ def stat_loads(program: Program) -> list[Node]:
 
 def arguments(
     program: Program, binding: Binding, results: dict[str, Tensor | Stat], passes: int, kept: list[Tensor]
-) -> list[int]:
-    """The call's arguments, in the order of cpu_runtime.h and of `parameters`."""
+) -> list[int | Tensor]:
+    """The call's arguments, in the order of cpu_runtime.h and of `parameters`; a tensor stands for its address."""
     a, by_row = binding.a, program.a_layout == "mk"
-    values = [
+    values: list[int | Tensor] = [
         binding.rows, binding.rows_per_batch, binding.batch, max(binding.rows_per_sample, 1), torch.get_num_threads(), program.k,
-        a.data_ptr(), a.stride(0 if by_row else 1), not by_row,
+        a, a.stride(0 if by_row else 1), not by_row,
     ]  # fmt: skip
     for product, b in zip(program.products, binding.b, strict=True):
         by_row = product.layout == "nk"
-        values += [b.data_ptr(), b.stride(-2 if by_row else -1), b.stride(0) if program.batched else 0, not by_row]
+        values += [b, b.stride(-2 if by_row else -1), b.stride(0) if program.batched else 0, not by_row]
     written = {t.data_ptr(): name for name, t in binding.outputs.items()} if passes > 1 else {}
     for operand in program.operands:
         value = binding.operands[operand.name]
         if isinstance(value, Stat):
             partials = value.partials.contiguous()
             kept.append(partials)
-            values += [partials.data_ptr(), partials.shape[1], value.width, value.total]
+            values += [partials, partials.shape[1], value.width, value.total]
             continue
         if written.get(value.data_ptr(), operand.name) != operand.name:
             # Written in one pass over the row and read in a later one.
@@ -83,28 +83,28 @@ def arguments(
     for sink in program.sinks:
         result = results[sink.name]
         assert isinstance(result, Stat)
-        values.append(result.partials.data_ptr())
+        values.append(result.partials)
     return values
 
 
-def _operand(operand: Operand, value: Tensor, binding: Binding) -> list[int]:
+def _operand(operand: Operand, value: Tensor, binding: Binding) -> list[int | Tensor]:
     if operand.rows == "none" or not operand.cols:
-        return [value.data_ptr()]
+        return [value]
     if operand.layout != "rows":
-        return [value.data_ptr(), *layout_strides(operand.layout, value)]
+        return [value, *layout_strides(operand.layout, value)]
     match operand.rows:
         case "each":
-            return [value.data_ptr(), value.stride(0)]
+            return [value, value.stride(0)]
         case "sample":
-            return [value.data_ptr(), value.stride(0), binding.rows // value.shape[0]]
+            return [value, value.stride(0), binding.rows // value.shape[0]]
         case _:
-            return [value.data_ptr(), value.stride(0), value.shape[0]]
+            return [value, value.stride(0), value.shape[0]]
 
 
-def _output(store: Store, value: Tensor) -> list[int]:
+def _output(store: Store, value: Tensor) -> list[int | Tensor]:
     if store.layout != "rows":
-        return [value.data_ptr(), *layout_strides(store.layout, value)]
-    return [value.data_ptr(), value.stride(0)]
+        return [value, *layout_strides(store.layout, value)]
+    return [value, value.stride(0)]
 
 
 def check_indices(program: Program, binding: Binding, library: Library) -> None:

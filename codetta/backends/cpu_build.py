@@ -64,7 +64,7 @@ def _toolchain(chosen: str, path: str, machine: tuple[str, ...]) -> Toolchain:
     wanted = [shlex.split(chosen)] if chosen else [[name] for name in COMPILERS]
     for command in wanted:
         if command and shutil.which(command[0], path=path):
-            version = _run([*command, "--version"])
+            version = run([*command, "--version"])
             return Toolchain(tuple(command), version, machine, _processor(), _openmp())
     names = chosen or ", ".join(COMPILERS)
     raise BuildError(f"no C++ compiler: {names} not found; install one, or name it in CXX")
@@ -87,7 +87,7 @@ def _openmp() -> str:
     return str(found[0]) if found else ""
 
 
-def _run(command: list[str]) -> str:
+def run(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -105,7 +105,7 @@ def build_epilogues(source: str, tools: Toolchain) -> Path:
         text = path.with_suffix(".cpp")
         text.write_text(source)
         flags = [*FLAGS, *EPILOGUE_FLAGS, *tools.machine, f"-I{HERE}", "-shared"]
-        _run([*tools.command, *flags, str(text), "-o", str(path)])
+        run([*tools.command, *flags, str(text), "-o", str(path)])
 
     key = key_of(source=source, headers=_texts(HEADERS), tools=tools, flags=FLAGS + EPILOGUE_FLAGS)
     return Cache("cpu").get_file(key, build, suffix=".so")
@@ -130,12 +130,12 @@ def _build_threaded(names: tuple[str, ...], tools: Toolchain, *chosen: str) -> P
         command = [*tools.command, *flags, "-c", str(HERE / names[0]), "-o", compiled]
         link = [*tools.command, "-shared", compiled, "-o", str(path)]
         try:
-            _run([*command, "-fopenmp"])
+            run([*command, "-fopenmp"])
             # Named by its path, it is the one that PyTorch uses, whose threads are there already.
-            _run([*link, tools.openmp or "-fopenmp"])
+            run([*link, tools.openmp or "-fopenmp"])
         except BuildError:
-            _run(command)  # a compiler without OpenMP: one thread
-            _run(link)
+            run(command)  # a compiler without OpenMP: one thread
+            run(link)
 
     key = key_of(
         source=names[0], headers=_texts(HEADERS + names), tools=tools, flags=(*FLAGS, *MAIN_LOOP_FLAGS, *chosen)
@@ -156,6 +156,11 @@ class Library:
     main_loop: ctypes.CDLL
     epilogues: ctypes.CDLL  # kept, since the plan lies in it
 
+    @property
+    def function(self) -> int:
+        """The address of what runs the plan."""
+        return int(ctypes.cast(self.main_loop.codetta_run, ctypes.c_void_p).value or 0)
+
     def run(self, arguments: list[int]) -> None:
         values = (ctypes.c_int64 * len(arguments))(*arguments)
         if self.main_loop.codetta_run(self.plan, values):
@@ -175,8 +180,8 @@ def load(source: str, element: str) -> Library:
     tools = toolchain()
     with _loading, ThreadPoolExecutor(1) as pool:
         other = pool.submit(build_main_loop, element, tools)
-        epilogues = _open(build_epilogues(source, tools))
-        main_loop = _open(other.result())
+        epilogues = open_library(build_epilogues(source, tools))
+        main_loop = open_library(other.result())
     main_loop.codetta_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     main_loop.codetta_first_outside.argtypes = [ctypes.c_void_p] + [ctypes.c_int64] * 4
     main_loop.codetta_first_outside.restype = ctypes.c_int64
@@ -185,12 +190,12 @@ def load(source: str, element: str) -> Library:
 
 def load_attention() -> ctypes.CDLL:
     with _loading:
-        library = _open(build_attention(toolchain()))
+        library = open_library(build_attention(toolchain()))
     library.codetta_attend.argtypes = [ctypes.c_void_p]
     return library
 
 
-def _open(path: Path) -> ctypes.CDLL:
+def open_library(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:

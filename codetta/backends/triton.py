@@ -22,6 +22,7 @@ from torch import Tensor
 
 from codetta.backends import gluon_gemm, triton_gemm
 from codetta.backends.triton_epilogue import DTYPES, operand_integers, store_integers
+from codetta.backends.triton_invocation import invocation
 from codetta.errors import LoweringError, Reason
 from codetta.plan.choose import FEW, bucket, candidates
 from codetta.plan.target import COPY_ALIGNMENT, Target, device_target, unit_count
@@ -31,6 +32,7 @@ from codetta.plan.tune import Tuned, TuneKey, find, generation
 from codetta.program import Operand, Program, Store
 from codetta.runtime.bind import Binding, layout_strides
 from codetta.runtime.cache import Cache, key_of
+from codetta.runtime.invocation import announce
 from codetta.stat import FIELDS, Stat
 
 PRODUCT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -164,7 +166,8 @@ class TritonBackend:
         launcher = kernel[grid]
 
         def run() -> dict[str, Tensor | Stat]:
-            launcher(*arguments, **options)
+            compiled = launcher(*arguments, **options)
+            announce(lambda: invocation(compiled, grid[0], arguments))
             return results
 
         return run

@@ -6,42 +6,63 @@ first has carried over to it: tensors and sizes. What costs nothing to have agai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from codetta.capture.kinds import is_tangent
+from codetta.capture.kinds import is_effect, is_tangent, origin
+from codetta.runtime.bindings import Bindings
 from codetta.runtime.constants import Constants
-from codetta.runtime.writer import CompileRegion, Line, Writer, function
+from codetta.runtime.function import Function, Line
+from codetta.runtime.launch import launch
+from codetta.runtime.replay import FRESH, KEPT, LENT, TOKEN
+from codetta.runtime.writer import CompileRegion, Writer
 from codetta.stat import Stat
-from codetta.steps import Plan
+from codetta.steps import Launch, Plan
 
 
 class Executor:
-    """Callable with the graph's placeholders, in order; returns its outputs as a tuple."""
+    """Callable with the graph's placeholders, in order; returns its outputs as a tuple. lasting: placeholders that are parameters."""
 
-    def __init__(self, plan: Plan, compile_region: CompileRegion | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        compile_region: CompileRegion | None = None,
+        lasting: Collection[fx.Node] = (),
+        graphs: bool = False,
+    ) -> None:
         self.plan = plan
         placeholders = plan.graph.nodes.find_nodes(op="placeholder")
         self.constants = Constants(plan.graph, placeholders)
         writer = Writer(plan, self.constants, compile_region)
         lines = writer.lines(plan.steps)
         inputs = [writer.variable(each) for each in placeholders]
-        arguments = ", ".join(["made", *inputs])
-        result = writer.spell(writer.output.args[0])
-        self.source = function("plan", arguments, writer.beginning() + lines, result, keep=set(inputs))
-        self._function = _compiled(self.source, "plan", writer)
+        results = [writer.spell(each) for each in writer.output.args[0]]
+        function = Function("plan", ["made", *inputs], writer.beginning() + lines, results, writer.objects)
+        varying = [writer.variable(each) for each in placeholders if each not in lasting]
+        self.source = function.source
+        policy = [FRESH] * len(results) if graphs else []
+        self.bindings = Bindings(
+            function, launch, _device(plan), varying, policy=policy, written=_written(plan, writer)
+        )
 
     def __call__(self, *inputs: Any) -> Any:
-        return self._function(self.constants.fresh(inputs), *inputs)
+        return self.bindings([self.constants.fresh(inputs), *inputs])
 
 
 class Training:
     """A plan with gradients: `forward` with the graph's own inputs, `backward` with what was carried over and the tangents."""
 
-    def __init__(self, plan: Plan, outputs: int, compile_region: CompileRegion | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        outputs: int,
+        compile_region: CompileRegion | None = None,
+        lasting: Collection[fx.Node] = (),
+        graphs: bool = False,
+    ) -> None:
         self.plan = plan
         placeholders = plan.graph.nodes.find_nodes(op="placeholder")
         self.primals = [each for each in placeholders if not is_tangent(each)]
@@ -60,39 +81,48 @@ class Training:
         ints = {writer.variable(each) for each in plan.graph.nodes.nodes if _is_size(each)}
         self.sizes = [name for name in carried if name in ints]
         self.tensors = [name for name in carried if name not in ints]
-        self._write(first, again + second, gradients.text)
+        self._write(first, again + second, lasting, graphs)
 
-    def _write(self, first: list[Line], second: list[Line], gradients: str) -> None:
-        writer = self.writer
+    def _write(self, first: list[Line], second: list[Line], lasting: Collection[fx.Node], graphs: bool) -> None:
+        writer, device = self.writer, _device(self.plan)
         inputs = [writer.variable(each) for each in self.primals]
         stats = [name for name in self.tensors if name in writer.stats.values()]
         leaving = [f"{name}.partials" if name in stats else name for name in self.tensors]
         # How many columns each partial stands for is decided where it is made.
         widths = f"torch.tensor([{', '.join(f'{name}.width' for name in stats)}], dtype=torch.int64)"
         results = [writer.spell(each) for each in self.results]
-        text = f"({', '.join([*results, widths, *leaving, *self.sizes])},)"
-        self.forward_source = function("forward", ", ".join(["made", *inputs]), first, text, keep=set(inputs))
-        arriving = [*self.sizes, "widths", *self.tensors, *(writer.variable(each) for each in self.tangents)]
-        opening = [Line(f"{', '.join(arriving)}, = args"), Line("args.clear()")]
+        forward = Function(
+            "forward", ["made", *inputs], [*first, Line(widths, "widths", kind="fixed")], [*results, "widths", *leaving, *self.sizes],
+            writer.objects,
+        )  # fmt: skip
+        tangents = [writer.variable(each) for each in self.tangents]
+        arriving = [f"{name}_partials" if name in stats else name for name in self.tensors]
+        opening = []
         for at, name in enumerate(stats):
             sink = next(sink for sink, variable in writer.stats.items() if variable == name)
             made = writer.object(_Unfinished(sink.op[4:], sink.args[0].space.cols))
-            opening.append(Line(f"{name} = {made}({name}, widths[{at}])"))
-        self.backward_source = function("backward", "args", opening + second, gradients, keep=set())
-        self._forward = _compiled(self.forward_source, "forward", writer)
-        self._backward = _compiled(self.backward_source, "backward", writer)
-
-    @property
-    def source(self) -> str:
-        return f"{self.forward_source}\n\n{self.backward_source}"
+            opening.append(Line(f"{made}({name}_partials, widths[{at}])", name, kind="view"))
+        backward = Function(
+            "backward", [*self.sizes, "widths", *arriving, *tangents], opening + second, list(map(writer.spell, self.gradients)),
+            writer.objects,
+        )  # fmt: skip
+        self.source = f"{forward.source}\n\n{backward.source}"
+        varying = [writer.variable(each) for each in self.primals if each not in lasting]
+        first_policy = [FRESH] * len(results) + [TOKEN] + [KEPT] * (len(leaving) + len(self.sizes)) if graphs else []
+        second_policy = [LENT] * len(self.gradients) if graphs else []
+        written = _written(self.plan, writer)
+        self.first = Bindings(forward, launch, device, varying, policy=first_policy, written=written)
+        self.second = Bindings(
+            backward, launch, device, [*self.sizes, *arriving, *tangents], ["widths"], policy=second_policy, written=written
+        )  # fmt: skip
 
     def forward(self, *inputs: Any) -> Any:
         """The results, then what is carried over: tensors, then sizes."""
-        return self._forward(self.constants.fresh(inputs), *inputs)
+        return self.first([self.constants.fresh(inputs), *inputs])
 
     def backward(self, args: list[Any]) -> Any:
         """Given sizes, tensors and tangents, in a list that is emptied, so that each can go as soon as it has been used."""
-        return self._backward(args)
+        return self.second(args)
 
 
 class _Unfinished:
@@ -103,6 +133,21 @@ class _Unfinished:
 
     def __call__(self, partials: Tensor, width: Tensor) -> Stat:
         return Stat(partials, self.how, int(width), self.total)
+
+
+def _written(plan: Plan, writer: Writer) -> set[str]:
+    """Arguments that the graph writes to."""
+    return {
+        writer.variable(origin(each.args[0]))
+        for each in plan.graph.nodes.nodes
+        if is_effect(each) and isinstance(each.args[0], fx.Node)
+    }
+
+
+def _device(plan: Plan) -> torch.device | None:
+    """Of all launches; None if there are several."""
+    devices = {step.device for step in plan.steps if isinstance(step, Launch)}
+    return devices.pop() if len(devices) == 1 else None
 
 
 def _is_size(each: fx.Node) -> bool:
@@ -120,10 +165,3 @@ def _carried(second: list[Line], first: list[Line], known: set[str]) -> tuple[li
             needed = (needed - line.makes) | line.uses
     order = {name: number for number, line in enumerate(first) for name in sorted(line.makes)}
     return again, sorted(needed, key=lambda name: (order.get(name, -1), name))
-
-
-def _compiled(source: str, name: str, writer: Writer) -> Callable[..., Any]:
-    scope: dict[str, Any] = {"c": writer.objects, "torch": torch}
-    exec(compile(source, f"<codetta {name}>", "exec"), scope)
-    found: Callable[..., Any] = scope[name]
-    return found

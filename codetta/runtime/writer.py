@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -12,11 +11,12 @@ from torch import Tensor, fx
 
 from codetta.attention import Attention
 from codetta.capture.attention import HOW, OPERATORS
-from codetta.capture.kinds import is_call, is_effect, is_size_of_inputs, origin, packet_of
+from codetta.capture.kinds import is_call, is_effect, is_size_of_inputs, is_view, origin, packet_of
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply
 from codetta.runtime.constants import Constants
+from codetta.runtime.function import Line
 from codetta.runtime.launch import launch
 from codetta.runtime.masks import SizedMask
 from codetta.runtime.sized import Sized
@@ -42,33 +42,6 @@ from codetta.steps import (
 aten = torch.ops.aten
 # Who compiles a region that no program covers; None: it is not worth it.
 CompileRegion = Callable[[fx.GraphModule], Callable[..., Any] | None]
-VARIABLE = re.compile(r"\b(?:v_\w+|p\d+_\w+|m\d+)\b")
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a function; `again`: having its result another time costs nothing."""
-
-    text: str
-    made: str = ""  # the left side
-    again: bool = False
-
-    @property
-    def makes(self) -> set[str]:
-        return set(VARIABLE.findall(self.made))
-
-    @property
-    def uses(self) -> set[str]:
-        return set(VARIABLE.findall(self.text))
-
-    def __str__(self) -> str:
-        return f"{self.made} = {self.text}" if self.made else self.text
-
-
-def function(name: str, arguments: str, lines: list[Line], result: str, keep: set[str]) -> str:
-    """The text of a function that drops its variables as it goes; `keep`: not these."""
-    body = _with_drops([*map(str, lines), f"return {result}"], keep)
-    return "\n".join([f"def {name}({arguments}):", *(f"    {line}" for line in body)])
 
 
 class Writer:
@@ -88,11 +61,11 @@ class Writer:
 
     def beginning(self) -> list[Line]:
         """What is there before the first step: constants, and what the graph holds itself."""
-        lines = [Line(f"made[{number}]", f"m{number}") for number in range(len(self.constants.recipes))]
+        lines = [Line(f"made[{number}]", f"m{number}", kind="given") for number in range(len(self.constants.recipes))]
         for each in self.graph.nodes.nodes:
             if each.op == "get_attr":
                 held = self.object(_attribute(self.graph.nodes.owning_module, str(each.target)))
-                lines.append(Line(held, self.variable(each), again=True))
+                lines.append(Line(held, self.variable(each), again=True, kind="given"))
         return lines
 
     def lines(self, steps: Iterable[Step]) -> list[Line]:
@@ -103,18 +76,18 @@ class Writer:
             case Launch():
                 return [self._launch(step)]
             case Present():
-                return [Line(self._present(step), self.variable(step.target))]
+                return [Line(self._present(step), self.variable(step.target), kind="view")]
             case Finish():
                 return [self._finish(step)]
             case Run():
-                return [Line(self._run(step.target), self.variable(step.target))]
+                return [self._operator(step.target)]
             case Mask():
                 return [self._mask(step)]
             case Room():
                 value = step.target.meta["val"]
                 sizes = ", ".join(self.size(size) for size in value.shape)
                 text = f"torch.empty(({sizes}), dtype={self.object(value.dtype)}, device={self.object(value.device)})"
-                return [Line(text, self.variable(step.target))]
+                return [Line(text, self.variable(step.target), kind="room")]
             case Fixed():
                 return [self._fixed(step)]
             case Region():
@@ -171,6 +144,10 @@ class Writer:
             text = text.replace(symbol, self.symbols[symbol])
         return f"({text})"
 
+    def _operator(self, each: fx.Node) -> Line:
+        kind = "fixed" if is_size_of_inputs(each) else "view" if is_view(each) else "call"
+        return Line(self._run(each), self.variable(each), kind=kind)
+
     def _run(self, each: fx.Node) -> str:
         if is_size_of_inputs(each):
             return self.size(each.meta["val"])
@@ -202,7 +179,7 @@ class Writer:
         """One call, if a compiler takes the region; else its operators one by one."""
         compiled = self.compile_region(self._module(step)) if self.compile_region is not None else None
         if compiled is None:
-            return [Line(self._run(each), self.variable(each)) for each in step.nodes]
+            return [self._operator(each) for each in step.nodes]
         arguments = ", ".join(self._expected(each) for each in step.inputs)
         return [Line(f"{self.object(compiled)}({arguments})", self._results(step))]
 
@@ -320,7 +297,7 @@ class Writer:
         rooms += [f"{name!r}: {self.spell(append.args[0])}" for name, append in step.appends.items()]
         if rooms:
             given += f", {{{', '.join(rooms)}}}"
-        return Line(f"{self.object(launch)}({given})", ", ".join(results) + ",")
+        return Line(f"{self.object(launch)}({given})", ", ".join(results) + ",", kind="launch")
 
     def _whole(self, step: Whole) -> list[Line]:
         """One call, with the tensors that its phases read; caches that they append to are what they were, and more."""
@@ -332,7 +309,7 @@ class Writer:
             results.append(f"p{launch.number}_{entry.operand}")
             self.stored[launch.stores[entry.operand]] = results[-1]
         appends = [each for phase in step.products for each in phase.launch.appends.values()]
-        aliases = [Line(self.spell(each.args[0]), self.variable(each)) for each in appends]
+        aliases = [Line(self.spell(each.args[0]), self.variable(each), kind="view") for each in appends]
         return [Line(f"{self.object(kernel)}([{given}])", "".join(f"{each}, " for each in results)), *aliases]
 
     def _given(self, entry: Entry) -> str:
@@ -395,19 +372,3 @@ def _attribute(module: Any, path: str) -> Any:
     for name in path.split("."):
         module = getattr(module, name)
     return module
-
-
-def _with_drops(lines: list[str], keep: set[str]) -> list[str]:
-    """The lines with each variable deleted behind its last use, so that its memory serves the next."""
-    names = [set(VARIABLE.findall(line)) for line in lines]
-    last: dict[str, int] = {}
-    for number, found in enumerate(names):
-        for name in found:
-            last[name] = number
-    result = []
-    for number, line in enumerate(lines):
-        result.append(line)
-        gone = sorted(name for name in names[number] if last[name] == number and name not in keep)
-        if gone and number < len(lines) - 1:
-            result.append(f"del {', '.join(gone)}")
-    return result

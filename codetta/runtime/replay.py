@@ -1,0 +1,290 @@
+"""Replay: a bound function recorded as a CUDA graph, and given other inputs at each call.
+
+Nobody is to notice it. What a graph reads it reads at the addresses that it was recorded with: tensors that lie there still are read in
+place, a few others are copied to where it expects them. What it writes lies in its own memory and is overwritten by the next call, so that
+results are copies ("fresh"), or lent ("lent": gradients), or kept for the way back ("kept"); as long as somebody has hold of what was lent
+or kept, the function runs without the graph.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from codetta.errors import CodettaError
+from codetta.runtime.bound import Bound
+
+FRESH, LENT, KEPT, TOKEN = "fresh", "lent", "kept", "token"
+COPIED = 1 << 20  # bytes of inputs that are copied at each call, at most
+HANDED = 64 << 20  # bytes of results that are copied
+LARGE = 256 << 20  # bytes between kernels: a GPU that moves more is slower than any host
+SHARE = 16  # graphs hold one part in so many of a device's memory
+
+
+class ReplayError(CodettaError):
+    """The function cannot be recorded; the text says why."""
+
+
+class Replay:
+    """The graph of a bound function, with the arguments that it was recorded for."""
+
+    def __init__(
+        self, bound: Bound, args: Sequence[Any], moving: Sequence[int], same: Collection[int], policy: Sequence[str]
+    ) -> None:
+        self.bound, self.device, self.moving = bound, bound.device, list(moving)
+        self.stream = torch.cuda.current_stream(self.device).cuda_stream
+        self.lock = threading.Lock()
+        self.buffers = [_like(args[at]) for at in self.moving]
+        given = list(args)
+        for at, buffer in zip(self.moving, self.buffers, strict=True):
+            given[at] = buffer
+        self.places = [bound.place(at) for at in (*self.moving, *same)]
+        addresses = bound.addresses(given)
+        if addresses is None:
+            raise ReplayError("a copy of an input is aligned otherwise")
+        self.constants = _addresses_of(given)
+        self.where = self._masked(addresses)
+        before = torch.cuda.memory_reserved(self.device)
+        self.graph, results = self._record(given)
+        self.bytes = max(torch.cuda.memory_reserved(self.device) - before, 0)
+        self.token: StorageWeakRef | None = None
+        self.results = [self._result(value, how, given) for value, how in zip(results, policy, strict=True)]
+        # Storages whose tensors are lent: they belong to the graph and to whoever has such a tensor.
+        lent = {each.untyped_storage()._cdata: each.untyped_storage() for how, each in self.results if how == LENT}
+        del results, given
+        self.lent = [(cdata, storage, torch._C._storage_Use_Count(cdata)) for cdata, storage in lent.items()]
+
+    def takes(self, args: Sequence[Any], addresses: Any) -> bool:
+        """Whether everything that is read in place lies where it lay."""
+        return (
+            self._masked(addresses) == self.where
+            and _addresses_of(args) == self.constants
+            and torch._C._cuda_getCurrentRawStream(self.device.index or 0) == self.stream
+        )
+
+    def is_free(self) -> bool:
+        """Whether nobody has hold of what the last call left."""
+        if self.token is not None and not self.token.expired():
+            return False
+        return all(torch._C._storage_Use_Count(cdata) <= alone for cdata, _, alone in self.lent)
+
+    def __call__(self, args: list[Any]) -> tuple[Any, ...] | None:
+        """The results; None if somebody still has hold of the last ones."""
+        with self.lock:
+            if not self.is_free():
+                return None
+            for at, buffer in zip(self.moving, self.buffers, strict=True):
+                buffer.copy_(args[at])
+            self.graph.replay()
+            return tuple([self._handed(how, value, args) for how, value in self.results])
+
+    # ---- recording
+
+    def _record(self, given: list[Any]) -> tuple[torch.cuda.CUDAGraph, tuple[Any, ...]]:
+        side, graph = _side_stream(self.device), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                results = self.bound(list(given), self.bound.addresses(given))
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        return graph, results
+
+    def _masked(self, addresses: Any) -> bytes:
+        kept = [addresses[place] for place in self.places]
+        for place in self.places:
+            addresses[place] = 0
+        found = bytes(addresses)
+        for place, address in zip(self.places, kept, strict=True):
+            addresses[place] = address
+        return found
+
+    # ---- results
+
+    def _result(self, value: Any, how: str, given: Sequence[Any]) -> tuple[str, Any]:
+        if not isinstance(value, Tensor):
+            return "constant", value
+        for at, each in enumerate(given):
+            if each is value:
+                return "argument", at
+        if any(value.untyped_storage()._cdata == buffer.untyped_storage()._cdata for buffer in self.buffers):
+            raise ReplayError("a view of an input is returned")
+        return (KEPT if not value.is_cuda and how != TOKEN else how), value
+
+    def _handed(self, how: str, value: Any, args: Sequence[Any]) -> Any:
+        match how:
+            case "argument":
+                return args[value]
+            case "fresh":
+                return value.clone()
+            case "token":
+                found = value.clone()
+                self.token = StorageWeakRef(found.untyped_storage())
+                return found
+            case "lent":
+                made = torch.empty(0, dtype=value.dtype, device=self.device)
+                return made.set_(value.untyped_storage(), value.storage_offset(), value.size(), value.stride())
+        return value
+
+
+class Replays:
+    """The replay of one bound function, made when its calls have shown what stays where it is."""
+
+    PATIENCE = 16  # calls that may pass until then
+
+    def __init__(
+        self,
+        bound: Bound,
+        policy: Sequence[str],
+        varying: Collection[int],
+        same: Collection[int],
+        fixed: Collection[int],
+    ) -> None:
+        """varying: arguments that are no parameters; same: those whose contents belong to the signature, wherever they lie; fixed: those
+        that are written to, and so never copied."""
+        self.bound, self.policy, self.varying, self.same, self.fixed = (
+            bound,
+            policy,
+            set(varying),
+            set(same),
+            set(fixed),
+        )
+        self.current: Replay | None = None
+        self.why: str | None = None  # why there is none, for good
+        self.last: list[int] | None = None  # addresses of the last call
+        self.calls = self.missed = 0
+        self.lock = threading.Lock()
+        if bound.bytes > LARGE:
+            self.why = f"{bound.bytes >> 20} MB lie between its kernels: the GPU takes longer than the host"
+
+    def __call__(self, args: list[Any], addresses: Any) -> tuple[Any, ...]:
+        if self.why is not None:
+            return self.bound(args, addresses)
+        if self.current is not None:
+            if self.current.takes(args, addresses):
+                results = self.current(args)
+                if results is not None:
+                    self.missed = 0
+                    _shelf.used(self)
+                    return results
+            else:
+                self.missed += 1
+                if self.missed >= self.PATIENCE:  # something lies elsewhere for good
+                    self.forget()
+            return self.bound(args, addresses)
+        self.calls += 1
+        moving = self._moving(args)
+        if moving is None:
+            if self.calls > self.PATIENCE:
+                self.why = "its arguments lie elsewhere at every call"
+            return self.bound(args, addresses)
+        if not self.lock.acquire(blocking=False):
+            return self.bound(args, addresses)
+        try:
+            self.current = Replay(self.bound, args, moving, self.same, self.policy)
+        except Exception as error:  # whatever it is, the function itself still works
+            self.why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            torch.cuda.current_stream(self.bound.device).synchronize()
+            return self.bound(args, self.bound.addresses(args))
+        finally:
+            self.lock.release()
+        _shelf.add(self)
+        results = self.current(args)
+        assert results is not None, "nobody has been given anything yet"
+        return results
+
+    def forget(self) -> None:
+        """Give the graph's memory back."""
+        self.current, self.last, self.calls, self.missed = None, None, 0, 0
+
+    def _moving(self, args: Sequence[Any]) -> list[int] | None:
+        """Arguments that are to be copied; None if that is yet unknown, or would be too much."""
+        now = [each.data_ptr() if isinstance(each, Tensor) else 0 for each in args]
+        last, self.last = self.last, now
+        if last is None:
+            return None
+        moved = [
+            at
+            for at, (before, here) in enumerate(zip(last, now, strict=True))
+            if before != here and at not in self.same
+        ]
+        if any(not args[at].is_cuda or at in self.fixed for at in moved):
+            return None
+        if sum(args[at].nbytes for at in moved) > COPIED:
+            return None
+        # What is small and no parameter may well lie elsewhere next time.
+        small = [
+            at for at in self.varying - self.fixed
+            if isinstance(args[at], Tensor) and args[at].is_cuda and args[at].nbytes <= COPIED // 16
+        ]  # fmt: skip
+        return sorted({*moved, *(small if len(small) <= 4 else [])})
+
+
+class _Shelf:
+    """All graphs of the process, the least used first; the memory that they may hold is bounded."""
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[int, weakref.ref[Replays]] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def used(self, replays: Replays) -> None:
+        with self.lock:
+            if id(replays) in self.kept:
+                self.kept.move_to_end(id(replays))
+
+    def add(self, replays: Replays) -> None:
+        assert replays.current is not None
+        device = replays.current.device
+        most = torch.cuda.get_device_properties(device).total_memory // SHARE
+        with self.lock:
+            self.kept[id(replays)] = weakref.ref(replays)
+            alive = [
+                (key, each)
+                for key, ref in self.kept.items()
+                if (each := ref()) is not None and each.current is not None
+            ]
+            total = sum(each.current.bytes for _, each in alive if each.current is not None)
+            for key, each in alive:
+                if total <= most or each.current is None:
+                    break
+                total -= each.current.bytes
+                del self.kept[key]
+                each.forget()
+                if each is replays:
+                    each.why = "its memory is more than graphs may hold"
+
+
+_shelf = _Shelf()
+_side: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that is recorded. cuBLAS has its memory there from before: what it takes meanwhile would be a graph's."""
+    found = _side.get(device)
+    if found is None:
+        found = _side[device] = torch.cuda.Stream(device)
+        with torch.cuda.stream(found):
+            for dtype in (torch.bfloat16, torch.float32):
+                some = torch.zeros(16, 16, dtype=dtype, device=device)
+                torch.mm(some, some)
+                torch.nn.functional.linear(some, some, some[0])
+        found.synchronize()
+    return found
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _addresses_of(args: Sequence[Any]) -> list[int]:
+    """Of tensors in lists: what was made of parameters."""
+    return [each.data_ptr() for value in args if isinstance(value, list) for each in value]
