@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.syntax import Syntax
 from rich.table import Table
 
-from codetta import cli_generate, dispatch
+from codetta import cli_generate, cli_grid, dispatch
 from codetta import cli_models as models
 from codetta.bench import demo as demo_module
 from codetta.bench.kernels import NAMES
@@ -50,6 +50,7 @@ app = typer.Typer(help="GEMM-epilogue programs: one matrix product and everythin
 bench_app = typer.Typer(help="Measure, with the baselines in the same run.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 models.add_to(app)
+cli_grid.add_to(bench_app)
 cli_generate.add_to(app)
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N; default: a GPU where there is one.")]
@@ -218,13 +219,6 @@ def kernels(
 def block(
     tokens: Annotated[int, typer.Option(help="Tokens; default 16384 on a GPU, 512 on a CPU.")] = 0,
     sizes: SizesOption = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A whole model's prefill, llama-3.2-1b or all; may be repeated. Blocks too if --sizes is given."
-        ),
-    ] = None,
-    layers: Annotated[int, typer.Option(help="Give the models so many layers; default: as published.")] = 0,
     only: Contenders = None,
     device: Device = "",
     rounds: Rounds = 3,
@@ -233,18 +227,14 @@ def block(
 ) -> None:
     """A Transformer block without its attention, compiled: against eager, torch.compile and the bare products."""
     from codetta.bench.block import IMPLEMENTATIONS, BlockBench, measure_blocks, new_record
-    from codetta.bench.prefill import SHAPES, measure_prefill
 
-    wanted = tuple(only or IMPLEMENTATIONS)
-    bench = BlockBench(pick_device(device), tokens, parse_sizes(sizes), wanted, rounds, bool(sizes) or not model)
+    bench = BlockBench(pick_device(device), tokens, parse_sizes(sizes), tuple(only or IMPLEMENTATIONS), rounds)
     console = screen(as_json)
-    models = [name for name in SHAPES if name != "tiny"] if model == ["all"] else model or []
-    with bar("ceilings", len(bench.jobs()) + len(models)) as advance:
+    with bar("ceilings", len(bench.jobs())) as advance:
         record = new_record(bench, "codetta " + " ".join(sys.argv[1:]))
-        whole = (measure_prefill(name, bench.device, bench.implementations, layers) for name in models)
-        for rows in chain(measure_blocks(bench), whole):
+        for rows in measure_blocks(bench):
             record.rows += rows
-            advance(rows[0].get("model") or f"D {rows[0]['D']}")
+            advance(f"D {rows[0]['D']}")
             if out is not None:
                 record.part(rows).append_to(out)
     console.print(block_table(record))
@@ -454,7 +444,7 @@ def block_table(record: Record) -> Table:
             table.add_column("x", justify="right")
     works: dict[tuple[str, int], dict[str, float]] = {}
     for row in record.rows:
-        what = row.get("model") or f"block {row['D']}, {row['F']}"
+        what = f"block {row['D']}, {row['F']}"
         works.setdefault((what, row["tokens"]), {})[row["impl"]] = row["ms"]
     for (what, count), times in works.items():
         cells = [what, str(count)]

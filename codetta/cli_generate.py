@@ -11,8 +11,8 @@ import torch
 import typer
 
 from codetta.bench.decode import weight_bytes
-from codetta.bench.prefill import SHAPES, build
 from codetta.bench.run import DTYPES, ceilings
+from codetta.bench.shapes import SHAPES, build
 from codetta.errors import ArgumentError
 from codetta.generate import Generator
 from codetta.terminal import Json, finish, reported, screen

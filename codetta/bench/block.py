@@ -1,4 +1,4 @@
-"""`codetta bench block`: everything in a Transformer block that is not attention, and whole models, compiled against the peers.
+"""`codetta bench block`: everything in a Transformer block that is not attention, compiled against the peers.
 
 The block starts where attention ends: output projection, residual, norm, gated feed-forward, residual, norm, and the next
 layer's queries, keys and values with RoPE. It is an ordinary module, and all contenders get the same one.
@@ -80,7 +80,6 @@ class BlockBench:
     sizes: tuple[tuple[int, int], ...] = ()
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     rounds: int = 3
-    blocks: bool = True  # False: whole models are asked for instead
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.implementations if name not in IMPLEMENTATIONS]
@@ -90,8 +89,6 @@ class BlockBench:
             raise ArgumentError("sizes", "D is no multiple of 128", "pass D,F with D a multiple of the head, 128")
 
     def jobs(self) -> tuple[tuple[int, int], ...]:
-        if not self.blocks:
-            return ()
         return self.sizes or (GPU_SIZES if self.device.type == "cuda" else CPU_SIZES)
 
 
@@ -144,10 +141,8 @@ def contestants(
     inputs: tuple[Any, ...],
     names: tuple[str, ...],
     gemms: Callable[[], object] | None = None,
-    named: dict[str, Any] | None = None,
 ) -> dict[str, Callable[[], object]]:
     """The same module, plain and compiled by each; the parameters are shared."""
-    named = named or {}
     made: dict[str, Callable[[], object]] = {}
     for name in names:
         if name == "gemm-only":
@@ -161,7 +156,7 @@ def contestants(
             call = torch.compile(model, dynamic=False, mode="max-autotune-no-cudagraphs")
         elif name == "codetta":
             call = codetta.compile(copy.copy(model))
-        made[name] = lambda call=call: call(*inputs, **named)  # type: ignore[misc]
+        made[name] = lambda call=call: call(*inputs)  # type: ignore[misc]
     return made
 
 

@@ -1,19 +1,13 @@
-"""Whole models for `codetta bench block`: published shapes with random weights, compiled against the peers."""
+"""Whole models for the benchmarks: published shapes with random weights."""
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from codetta.bench.block import contestants
-from codetta.bench.run import Row
-from codetta.bench.timing import medians
 from codetta.errors import ArgumentError
-
-IMPLEMENTATIONS = ("eager", "compile", "compile-max", "codetta")
 
 
 @dataclass(frozen=True)
@@ -95,40 +89,3 @@ def inputs(name: str, model: Any, device: torch.device, dtype: torch.dtype, batc
     if SHAPES[name].model.endswith(("CausalLM", "LMHeadModel")):
         found |= {"use_cache": False, "logits_to_keep": 1}
     return found
-
-
-@torch.no_grad()
-def measure_prefill(
-    name: str,
-    device: torch.device,
-    implementations: tuple[str, ...] = IMPLEMENTATIONS,
-    layers: int = 0,
-    rounds: int = 2,
-) -> list[Row]:
-    """One row for each contender: the time to read a prompt and give the logits of its last token."""
-    model = build(name, device, torch.bfloat16, layers)
-    shape, gpu = SHAPES[name], device.type == "cuda"
-    batch, length = (shape.batch, shape.length) if gpu else (2, 64)
-    named = inputs(name, model, device, torch.bfloat16, batch, length)
-    wanted = tuple(each for each in implementations if each in IMPLEMENTATIONS)
-    contenders = contestants(model, (), wanted, named=named)
-    error = None
-    if "codetta" in contenders:
-        results: list[Any] = [contenders["codetta"](), model(**named)]
-        ours, plain = (next(iter(each.values())) for each in results)
-        error = float((ours - plain).float().norm() / plain.float().norm())
-    times = medians(contenders, device, rounds=rounds, rep_ms=300.0)
-    rows = []
-    tokens = next(iter(named.values())).shape[0] * length
-    for impl, ms in times.items():
-        row: Row = {"model": name, "layers": model.config.num_hidden_layers, "tokens": tokens}
-        row |= {"pass": "prefill", "impl": impl, "ms": round(ms, 4)}
-        if impl == "codetta" and error is not None:
-            row["distance"] = round(error, 5)  # from eager's logits
-        rows.append(row)
-    del model, contenders
-    gc.collect()
-    torch._dynamo.reset()
-    if gpu:
-        torch.cuda.empty_cache()
-    return rows
