@@ -12,8 +12,9 @@ import torch
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
+from codetta.bench import called
 from codetta.bench import grid as grid_module
-from codetta.bench.called import covered, in_turns, warmed
+from codetta.bench.called import Timing, covered, in_turns, on_device, warmed
 from codetta.bench.grid import GridBench, measure_grid, parse_grid_sizes
 from codetta.bench.peers import contender, sharing, told_causal
 from codetta.bench.ratios import cells_of, colour, markdown, mean_ratio, plot, recorded
@@ -130,6 +131,65 @@ def test_each_contender_has_turns_of_its_own() -> None:
 def test_overlaps_count_once() -> None:
     assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
     assert covered([]) == 0
+
+
+class Stream:
+    """A device and a host with clocks of their own, in milliseconds, behind the functions of torch.cuda that the figures use."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.free_at = 0.0
+        stream = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.time = 0.0
+
+            def record(self) -> None:
+                self.time = max(stream.now, stream.free_at)
+
+            def query(self) -> bool:
+                return self.time <= stream.now
+
+            def elapsed_time(self, other: Event) -> float:
+                return other.time - self.time
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.launch(0.0, cycles / 1e6))
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+
+    def launch(self, host: float, work: float) -> None:
+        self.now += host
+        self.free_at = max(self.now, self.free_at) + work
+
+    def synchronize(self, device: Any = None) -> None:
+        self.now = max(self.now, self.free_at)
+
+
+def test_the_device_does_not_wait_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches cost more than their work, and what the host takes is not known well enough at first."""
+    stream = Stream(monkeypatch)
+
+    def call() -> None:
+        for _ in range(10):
+            stream.launch(host=0.5, work=0.1)
+
+    timing = Timing(host_ms=[0.2])
+    on_device({"a": call}, {"a": timing}, torch.device("cuda"), lambda: None)
+    assert timing.device_by == "held"
+    assert timing.device_ms == pytest.approx(1.0)
+
+
+def test_a_call_that_waits_for_the_device_is_measured_by_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(monkeypatch)
+
+    def call() -> None:
+        stream.launch(host=0.5, work=0.1)
+        stream.synchronize()
+
+    monkeypatch.setattr(called, "_busy", lambda *given: 0.25)
+    timing = Timing(host_ms=[0.5])
+    on_device({"a": call}, {"a": timing}, torch.device("cuda"), lambda: None)
+    assert (timing.device_by, timing.device_ms) == ("busy", 0.25)
 
 
 # ---- rows --------------------------------------------------------------------------------------------------------
