@@ -13,8 +13,9 @@ from rich.table import Table
 from codetta.bench.grid import IMPLEMENTATIONS, PASSES, GridBench, measure_grid, parse_grid_sizes
 from codetta.bench.ratios import OURS, Cell, cells_of, markdown, mean_ratio, plot, recorded
 from codetta.bench.run import Record, Row, ceilings, device_name
+from codetta.cli_arguments import pick_device
 from codetta.errors import ArgumentError
-from codetta.terminal import Json, finish, reported, screen
+from codetta.terminal import Json, finish, ratio, reported, screen
 
 List = "; several are separated by commas."
 
@@ -48,8 +49,6 @@ def grid(
     if source is not None:
         record = recorded(source)
     else:
-        from codetta.cli import pick_device
-
         bench = GridBench(
             pick_device(device), listed(models), parse_grid_sizes(sizes), listed(which), layers, listed(impls), seconds
         )
@@ -124,7 +123,7 @@ def _number(value: float | None) -> str:
 
 
 def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"[{'green' if value >= 1 else 'red'}]{value:.2f}[/]"
+    return "-" if value is None else ratio(value)
 
 
 def means(cells: list[Cell]) -> list[str]:

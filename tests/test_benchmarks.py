@@ -12,7 +12,7 @@ import torch
 from codetta.bench.layer import measure_layer
 from codetta.bench.loss import measure_loss
 from codetta.bench.train import measure_train
-from codetta.cli import known
+from codetta.cli_bench import known
 from codetta.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parent.parent

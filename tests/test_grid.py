@@ -348,7 +348,7 @@ def test_sizes() -> None:
         ("--sizes 0x16", "sizes: '0x16'"),
         ("--pass decode", "pass: 'decode' is unknown. Use some of prefill, train"),
         ("--impls nobody", "impls: 'nobody' is unknown. Use some of eager"),
-        ("--layers -1", "--layers"),
+        ("--layers -1", "'--layers'"),
         ("--seconds 0", "seconds: 0.0 is too small"),
         ("--device cuda:99", "device"),
         ("--figure gib", "figure: is 'gib'. Pass ms or device_ms"),

@@ -24,6 +24,7 @@ from codetta.verify import EPS
 
 GPU_SIZES = ((2048, 8192), (4096, 14336), (8192, 28672))
 CPU_SIZES = ((512, 1408),)
+HEAD = 128  # columns of a head; D is a multiple of it
 IMPLEMENTATIONS = ("eager", "compile", "compile-max", "gemm-only", "codetta")
 
 
@@ -41,7 +42,7 @@ class Norm(nn.Module):
 class Block(nn.Module):
     """One block from the end of its attention to the beginning of the next."""
 
-    def __init__(self, width: int, hidden: int, head: int = 128) -> None:
+    def __init__(self, width: int, hidden: int, head: int = HEAD) -> None:
         super().__init__()
         self.head, kv = head, max(width // 4, head)
         linear = lambda i, o: nn.Linear(i, o, bias=False)  # noqa: E731
@@ -85,8 +86,6 @@ class BlockBench:
         unknown = [name for name in self.implementations if name not in IMPLEMENTATIONS]
         if unknown:
             raise ArgumentError("only", f"{unknown[0]!r} is no contender", f"use some of {', '.join(IMPLEMENTATIONS)}")
-        if any(d % 128 for d, _ in self.sizes):
-            raise ArgumentError("sizes", "D is no multiple of 128", "pass D,F with D a multiple of the head, 128")
 
     def jobs(self) -> tuple[tuple[int, int], ...]:
         return self.sizes or (GPU_SIZES if self.device.type == "cuda" else CPU_SIZES)

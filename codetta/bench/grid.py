@@ -18,7 +18,7 @@ import torch
 from codetta.bench.called import Timing, in_turns, on_device, warmed
 from codetta.bench.peers import LIGER, MODES, contender, liger_is_here, training_step
 from codetta.bench.run import Row
-from codetta.bench.shapes import SHAPES, build, inputs
+from codetta.bench.shapes import SHAPES, build, has_loss, inputs
 from codetta.errors import ArgumentError
 
 PASSES = ("prefill", "train")
@@ -29,7 +29,7 @@ MODELS = (
 )  # fmt: skip
 TRAINED = ("llama-3.2-1b", "llama-3-8b", "qwen3-0.6b", "gemma-2-2b", "phi-3-mini")
 LAYERS = 4  # of every model but those below
-WHOLE = ("llama-3.2-1b", "gpt2", "bert-base", "vit-base", "tiny")
+WHOLE = ("llama-3.2-1b", "gpt2", "bert-base", "tiny")
 GPU_SIZES = {
     "prefill": ((1, 16), (1, 64), (1, 128), (1, 512), (4, 512), (1, 2048), (8, 2048), (2, 8192)),
     "train": ((1, 512), (4, 512), (4, 2048), (2, 8192)),
@@ -93,10 +93,6 @@ class GridBench:
         ]
 
 
-def has_loss(name: str) -> bool:
-    return SHAPES[name].model.endswith(("CausalLM", "LMHeadModel"))
-
-
 def parse_grid_sizes(given: str) -> tuple[Size, ...]:
     """Sizes such as 1x16,4x512."""
     found = []
@@ -152,7 +148,7 @@ def _cell(
     if which == "train":
         named = {"tokens": torch.randint(0, model.config.vocab_size, (batch, length), device=device)}
     else:
-        named = inputs(name, model, device, torch.bfloat16, batch, length)
+        named = inputs(name, model, device, batch, length)
     calls = {each: _call(run, which, named) for each, run in runs.items()}
 
     def no_gradients() -> None:

@@ -55,7 +55,6 @@ SHAPES: dict[str, Shape] = {
     ),
     "gpt2": Shape("GPT2Config", "GPT2LMHeadModel", {}, batch=16, length=1024),
     "bert-base": Shape("BertConfig", "BertModel", {}, batch=32, length=512),
-    "vit-base": Shape("ViTConfig", "ViTModel", {}, batch=64, length=197),
     "tiny": _llama(2, 256, 512, 4, 2, 64, 1000),  # for a machine without a GPU
 }  # fmt: skip
 
@@ -79,13 +78,12 @@ def build(name: str, device: torch.device, dtype: torch.dtype, layers: int = 0) 
     return model.to(dtype).eval()
 
 
-def inputs(name: str, model: Any, device: torch.device, dtype: torch.dtype, batch: int, length: int) -> dict[str, Any]:
-    """What a prefill gives the model: tokens, or images; of a language model, the last token's logits are asked for."""
-    config = model.config
-    if hasattr(config, "image_size"):
-        size = (batch, config.num_channels, config.image_size, config.image_size)
-        return {"pixel_values": torch.randn(size, device=device).to(dtype)}
-    found: dict[str, Any] = {"input_ids": torch.randint(0, config.vocab_size, (batch, length), device=device)}
-    if SHAPES[name].model.endswith(("CausalLM", "LMHeadModel")):
-        found |= {"use_cache": False, "logits_to_keep": 1}
-    return found
+def inputs(name: str, model: Any, device: torch.device, batch: int, length: int) -> dict[str, Any]:
+    """What a prefill gives the model; of a language model, the last token's logits are asked for."""
+    found: dict[str, Any] = {"input_ids": torch.randint(0, model.config.vocab_size, (batch, length), device=device)}
+    return found | ({"use_cache": False, "logits_to_keep": 1} if has_loss(name) else {})
+
+
+def has_loss(name: str) -> bool:
+    """Whether it is a language model."""
+    return SHAPES[name].model.endswith(("CausalLM", "LMHeadModel"))

@@ -13,7 +13,7 @@ import torch
 
 from codetta.bench.peers import contender, training_step
 from codetta.bench.run import Row
-from codetta.bench.shapes import SHAPES, build
+from codetta.bench.shapes import SHAPES, build, has_loss
 from codetta.errors import ArgumentError
 
 IMPLEMENTATIONS = ("eager", "compile", "liger", "liger-compile", "codetta")
@@ -27,7 +27,7 @@ def measure_train(
     rounds: int = 10,
 ) -> list[Row]:
     """One row for each contender: the median time of a step without the optimiser, peak memory on a GPU, and the loss."""
-    if name in SHAPES and not SHAPES[name].model.endswith(("CausalLM", "LMHeadModel")):
+    if name in SHAPES and not has_loss(name):
         raise ArgumentError("model", f"{name!r} has no loss of its own", "use a causal language model")
     gpu = device.type == "cuda"
     model = build(name, device, torch.bfloat16, layers).train()  # Liger leaves out the logits only here
