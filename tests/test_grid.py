@@ -128,6 +128,22 @@ def test_each_contender_has_turns_of_its_own() -> None:
         assert all(ms >= host for ms, host in zip(timing.ms, timing.host_ms, strict=True))
 
 
+def test_a_contender_that_fails_among_the_others_is_out() -> None:
+    left = {"a": 8}
+
+    def failing() -> None:
+        left["a"] -= 1
+        if not left["a"]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    contenders = {"a": failing, "b": lambda: None}
+    timings = {name: warmed(call, CPU) for name, call in contenders.items()}
+    in_turns(contenders, timings, CPU, 0.001, lambda: None)
+    assert timings["a"].error == "out of memory"
+    assert left["a"] == 0, "it was not called again"
+    assert not timings["b"].error and len(timings["b"].ms) >= 5
+
+
 def test_overlaps_count_once() -> None:
     assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
     assert covered([]) == 0

@@ -14,7 +14,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +38,7 @@ class Timing:
     host_ms: list[float] = field(default_factory=list)  # until the call returned
     device_ms: float | None = None
     device_by: str = ""  # "held" or "busy"
+    error: str = ""  # why there is nothing, or no more, to measure
 
 
 def once(call: Call, device: torch.device, before: Call = lambda: None) -> tuple[float, float, int]:
@@ -58,12 +60,24 @@ def once(call: Call, device: torch.device, before: Call = lambda: None) -> tuple
     return (end - begin) * 1000, (returned - begin) * 1000, peak
 
 
+@contextmanager
+def noted(timing: Timing) -> Iterator[None]:
+    """A contender that fails is out, with the reason; the others go on."""
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split())
+        full = isinstance(error, torch.OutOfMemoryError)
+        timing.error = "out of memory" if full else f"{type(error).__name__}: {text[:200]}"
+
+
 def warmed(call: Call, device: torch.device, before: Call = lambda: None) -> Timing:
     """A contender's timing with its first calls in it."""
     timing = Timing()
-    timing.first_ms, _, _ = once(call, device, before)
-    for _ in range(WARM - 1):
-        timing.peak = max(timing.peak, once(call, device, before)[2])
+    with noted(timing):
+        timing.first_ms, _, _ = once(call, device, before)
+        for _ in range(WARM - 1):
+            timing.peak = max(timing.peak, once(call, device, before)[2])
     return timing
 
 
@@ -74,40 +88,49 @@ def in_turns(
 
     In a sweep a fast contender is called more often than a slow one, so that each has about the same time.
     """
-    order, shuffle = list(calls), random.Random(0).shuffle
-    alone = {name: once(calls[name], device, before)[0] for name in order}
+    alone: dict[str, float] = {}
+    for name, call in calls.items():
+        with noted(timings[name]):
+            alone[name] = once(call, device, before)[0]
+    order, shuffle = list(alone), random.Random(0).shuffle
     often = {name: max(1, min(10, round(max(alone.values()) / alone[name]))) for name in order}
     end, sweeps = time.perf_counter() + seconds * len(order), 0
-    while sweeps < LEAST or time.perf_counter() < end:
+    while order and (sweeps < LEAST or time.perf_counter() < end):
         shuffle(order)
         for name in order:
-            for _ in range(often[name]):
-                ms, host_ms, peak = once(calls[name], device, before)
-                timing = timings[name]
-                timing.ms.append(ms)
-                timing.host_ms.append(host_ms)
-                timing.peak = max(timing.peak, peak)
+            timing = timings[name]
+            with noted(timing):
+                for _ in range(often[name]):
+                    ms, host_ms, peak = once(calls[name], device, before)
+                    timing.ms.append(ms)
+                    timing.host_ms.append(host_ms)
+                    timing.peak = max(timing.peak, peak)
+        order = [name for name in order if not timings[name].error]
         sweeps += 1
 
 
 def on_device(calls: Mapping[str, Call], timings: Mapping[str, Timing], device: torch.device, before: Call) -> None:
     """The device's time of each contender, in turns; nothing on a CPU."""
-    if device.type != "cuda":
+    going = [name for name in calls if not timings[name].error]
+    if device.type != "cuda" or not going:
         return
-    rate, found = _cycles_per_ms(device), {name: list[float]() for name in calls}
-    hold = {name: 1.0 + 1.5 * statistics.median(timings[name].host_ms) for name in calls}
+    rate, found = _cycles_per_ms(device), {name: list[float]() for name in going}
+    hold = {name: 1.0 + 1.5 * statistics.median(timings[name].host_ms) for name in going}
     for _ in range(HELD):
-        for name, call in calls.items():
-            while hold[name] <= LONGEST_HOLD_MS:
-                ms = _held(call, device, int(hold[name] * rate), before)
-                if ms is not None:
-                    found[name].append(ms)
-                    break
-                hold[name] *= 2
-    for name, call in calls.items():
-        enough = len(found[name]) == HELD
-        timings[name].device_ms = statistics.median(found[name]) if enough else _busy(call, device, before)
-        timings[name].device_by = "held" if enough else "busy"
+        for name in going:
+            with noted(timings[name]):
+                while hold[name] <= LONGEST_HOLD_MS:
+                    ms = _held(calls[name], device, int(hold[name] * rate), before)
+                    if ms is not None:
+                        found[name].append(ms)
+                        break
+                    hold[name] *= 2
+        going = [name for name in going if not timings[name].error]
+    for name in going:
+        with noted(timings[name]):
+            enough = len(found[name]) == HELD
+            timings[name].device_ms = statistics.median(found[name]) if enough else _busy(calls[name], device, before)
+            timings[name].device_by = "held" if enough else "busy"
 
 
 def _cycles_per_ms(device: torch.device) -> float:

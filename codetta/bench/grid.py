@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from codetta.bench.called import Timing, in_turns, on_device, warmed
+from codetta.bench.called import Timing, in_turns, noted, on_device, warmed
 from codetta.bench.peers import LIGER, MODES, contender, liger_is_here, training_step
 from codetta.bench.run import Row
 from codetta.bench.shapes import SHAPES, build, has_loss, inputs
@@ -128,21 +128,19 @@ def _cells(
             note(f"{name} takes no more than {longest} tokens: {batch}x{length} is left out")
             continue
         with torch.set_grad_enabled(which == "train"):
-            timings, distances, errors = _cell(bench, name, model, which, runs, batch, length)
+            timings, distances = _cell(bench, name, model, which, runs, batch, length)
         rows = []
-        for each in bench.contenders(which):
-            if each in errors or each in timings:
-                row: Row = {"model": name, "layers": model.config.num_hidden_layers, "batch": batch, "length": length}
-                row |= {"pass": which, "impl": each}
-                found = errors.get(each) or _figures(timings[each], model, bench.device)
-                rows.append(row | found | ({"distance": distances[each]} if each in distances else {}))
+        for each in (each for each in bench.contenders(which) if each in timings):
+            row: Row = {"model": name, "layers": model.config.num_hidden_layers, "batch": batch, "length": length}
+            row |= {"pass": which, "impl": each} | _figures(timings[each], model, bench.device)
+            rows.append(row | ({"distance": distances[each]} if each in distances else {}))
         yield rows
 
 
 def _cell(
     bench: GridBench, name: str, model: Any, which: str, runs: dict[str, Any], batch: int, length: int
-) -> tuple[dict[str, Timing], dict[str, float], dict[str, Row]]:
-    """Timings of one size, distances of first results from eager's, and what could not be measured."""
+) -> tuple[dict[str, Timing], dict[str, float]]:
+    """Timings of one size, and distances of first results from eager's."""
     device, results = bench.device, dict[str, torch.Tensor]()
     torch.manual_seed(0)
     if which == "train":
@@ -155,29 +153,19 @@ def _cell(
         model.zero_grad(set_to_none=True)
 
     timings: dict[str, Timing] = {}
-    errors: dict[str, Row] = {}
-    for each, call in list(calls.items()):
-        try:
-            timings[each] = warmed(call, device, no_gradients)
-            results[each] = _first(call()).detach().float().cpu()
-        except Exception as error:  # a contender that fails is a row that says so; the others go on
-            why = "out of memory" if isinstance(error, torch.OutOfMemoryError) else _one_line(error)
-            errors[each] = {"ms": None, "device_ms": None, "gib": None, "error": why}
-            timings.pop(each, None)
-            del calls[each]
+    for each, call in calls.items():
+        timings[each] = timing = warmed(call, device, no_gradients)
+        with noted(timing):
+            if not timing.error:
+                results[each] = _first(call()).detach().float().cpu()
         no_gradients()
-        if each in errors:
+        if timing.error:
             _release(device)
-    if calls:
-        in_turns(calls, timings, device, bench.seconds, no_gradients)
-        on_device(calls, timings, device, no_gradients)
+    going = {each: call for each, call in calls.items() if not timings[each].error}
+    in_turns(going, timings, device, bench.seconds, no_gradients)
+    on_device(going, timings, device, no_gradients)
     no_gradients()
-    return timings, _distances(results), errors
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"
+    return timings, _distances(results)
 
 
 def _call(run: Callable[..., Any], which: str, named: dict[str, Any]) -> Callable[[], Any]:
@@ -199,6 +187,8 @@ def _distances(results: dict[str, torch.Tensor]) -> dict[str, float]:
 
 
 def _figures(timing: Timing, model: Any, device: torch.device) -> Row:
+    if timing.error:
+        return {"ms": None, "device_ms": None, "gib": None, "error": timing.error}
     weights = sum(each.nbytes for each in model.parameters())
     gib = round((weights + timing.peak) / 2**30, 3) if device.type == "cuda" else None
     row: Row = {"ms": round(statistics.median(timing.ms), 4), "device_ms": timing.device_ms, "gib": gib}
