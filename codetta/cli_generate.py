@@ -11,8 +11,9 @@ import torch
 import typer
 
 from codetta.bench.decode import weight_bytes
-from codetta.bench.prefill import SHAPES, build
 from codetta.bench.run import DTYPES, ceilings
+from codetta.bench.shapes import SHAPES, build
+from codetta.cli_arguments import pick_device
 from codetta.errors import ArgumentError
 from codetta.generate import Generator
 from codetta.terminal import Json, finish, reported, screen
@@ -41,7 +42,7 @@ def generate_command(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Continue a prompt, and show tokens a second and the share of the memory's read stream."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = pick_device(device)
     loaded, tokenizer = _load(model, where, dtype, layers)
     generator = Generator(loaded, tokenizer, context=context or None)
     given: Any = prompt if tokenizer is not None else _numbers(prompt)

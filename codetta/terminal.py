@@ -40,3 +40,8 @@ def finish(as_json: bool, value: Any) -> None:
     if as_json:
         sys.stdout.write(json.dumps(value) + "\n")
         sys.stdout.flush()
+
+
+def ratio(value: float) -> str:
+    """How many times faster, green from 1.00 on."""
+    return f"[{'green' if value >= 1 else 'red'}]{value:.2f}[/]"

@@ -12,7 +12,7 @@ import torch
 from codetta.bench.layer import measure_layer
 from codetta.bench.loss import measure_loss
 from codetta.bench.train import measure_train
-from codetta.cli import known
+from codetta.cli_bench import known
 from codetta.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +21,30 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_the_table_is_that_of_the_last_record() -> None:
     table = runpy.run_path(str(ROOT / "benchmarks/table.py"))
     assert (ROOT / "docs/kernels.md").read_text() == table["render"](table["last_record"]())
+
+
+def test_the_grid_is_that_of_its_records() -> None:
+    """Of what is recorded, or of a record made here; docs show what is recorded."""
+    table = runpy.run_path(str(ROOT / "benchmarks/table.py"))
+    rows = [
+        {
+            "model": "m",
+            "layers": 1,
+            "batch": 1,
+            "length": 8,
+            "pass": "prefill",
+            "impl": impl,
+            "ms": ms,
+            "device_ms": None,
+            "gib": None,
+        }
+        for impl, ms in (("eager", 2.0), ("codetta", 4.0))
+    ]
+    made = {"device": "x", "date": "2026-11-18", "versions": {"torch": "2", "triton": "3"}, "rows": rows}
+    assert "| prefill | 1 | **0.50** | - |" in table["render_grid"](made)
+    path = ROOT / "benchmarks/results/grid.jsonl"
+    if path.exists():
+        assert (ROOT / "docs/grid.md").read_text() == table["render_grid"](table["recorded"](path))
 
 
 def test_records_say_where_they_come_from() -> None:

@@ -570,6 +570,21 @@ def test_damaged_libraries_are_built_again(private: Path) -> None:
     assert all(path.stat().st_size > 1000 for path in libraries)
 
 
+def test_without_precompiled_headers_a_program_is_built_all_the_same(private: Path) -> None:
+    """They only save time: the file may be gone, or one that the compiler does not take."""
+    cpu_build._precompiled_headers.cache_clear()
+    program, binding = ct.epilogue(relu).bind(rand(3, 4), rand(5, 4))
+    (first,) = Cpu().run(program, binding).values()
+    (headers,) = private.rglob("*.h.gch")
+    for damage in (lambda: headers.write_bytes(b"no header"), headers.unlink):
+        damage()
+        for path in private.rglob("*.so"):
+            path.unlink()
+        (again,) = Cpu().run(program, binding).values()
+        assert torch.equal(again, first)
+    cpu_build._precompiled_headers.cache_clear()
+
+
 def test_the_source_can_be_read(private: Path) -> None:
     source = ct.epilogue(relu).source(rand(3, 4), rand(5, 4), backend="cpu")
     assert "at_least(0.0f" in source and "// relu:" in source

@@ -1,4 +1,4 @@
-"""`codetta bench block`: everything in a Transformer block that is not attention, and whole models, compiled against the peers.
+"""`codetta bench block`: everything in a Transformer block that is not attention, compiled against the peers.
 
 The block starts where attention ends: output projection, residual, norm, gated feed-forward, residual, norm, and the next
 layer's queries, keys and values with RoPE. It is an ordinary module, and all contenders get the same one.
@@ -24,6 +24,7 @@ from codetta.verify import EPS
 
 GPU_SIZES = ((2048, 8192), (4096, 14336), (8192, 28672))
 CPU_SIZES = ((512, 1408),)
+HEAD = 128  # columns of a head; D is a multiple of it
 IMPLEMENTATIONS = ("eager", "compile", "compile-max", "gemm-only", "codetta")
 
 
@@ -41,7 +42,7 @@ class Norm(nn.Module):
 class Block(nn.Module):
     """One block from the end of its attention to the beginning of the next."""
 
-    def __init__(self, width: int, hidden: int, head: int = 128) -> None:
+    def __init__(self, width: int, hidden: int, head: int = HEAD) -> None:
         super().__init__()
         self.head, kv = head, max(width // 4, head)
         linear = lambda i, o: nn.Linear(i, o, bias=False)  # noqa: E731
@@ -80,18 +81,13 @@ class BlockBench:
     sizes: tuple[tuple[int, int], ...] = ()
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     rounds: int = 3
-    blocks: bool = True  # False: whole models are asked for instead
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.implementations if name not in IMPLEMENTATIONS]
         if unknown:
             raise ArgumentError("only", f"{unknown[0]!r} is no contender", f"use some of {', '.join(IMPLEMENTATIONS)}")
-        if any(d % 128 for d, _ in self.sizes):
-            raise ArgumentError("sizes", "D is no multiple of 128", "pass D,F with D a multiple of the head, 128")
 
     def jobs(self) -> tuple[tuple[int, int], ...]:
-        if not self.blocks:
-            return ()
         return self.sizes or (GPU_SIZES if self.device.type == "cuda" else CPU_SIZES)
 
 
@@ -144,10 +140,8 @@ def contestants(
     inputs: tuple[Any, ...],
     names: tuple[str, ...],
     gemms: Callable[[], object] | None = None,
-    named: dict[str, Any] | None = None,
 ) -> dict[str, Callable[[], object]]:
     """The same module, plain and compiled by each; the parameters are shared."""
-    named = named or {}
     made: dict[str, Callable[[], object]] = {}
     for name in names:
         if name == "gemm-only":
@@ -161,7 +155,7 @@ def contestants(
             call = torch.compile(model, dynamic=False, mode="max-autotune-no-cudagraphs")
         elif name == "codetta":
             call = codetta.compile(copy.copy(model))
-        made[name] = lambda call=call: call(*inputs, **named)  # type: ignore[misc]
+        made[name] = lambda call=call: call(*inputs)  # type: ignore[misc]
     return made
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import codetta
-from codetta.bench.prefill import SHAPES, build
 from codetta.bench.run import Row
+from codetta.bench.shapes import SHAPES, build
 from codetta.errors import ArgumentError
 from codetta.integrations.huggingface import Causal, Slots
 from codetta.runtime.recorded import Recorded

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import importlib.util
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-import codetta
-from codetta.bench.prefill import SHAPES, build
+from codetta.bench.peers import contender, training_step
 from codetta.bench.run import Row
+from codetta.bench.shapes import SHAPES, build, has_loss
 from codetta.errors import ArgumentError
 
 IMPLEMENTATIONS = ("eager", "compile", "liger", "liger-compile", "codetta")
@@ -31,14 +27,14 @@ def measure_train(
     rounds: int = 10,
 ) -> list[Row]:
     """One row for each contender: the median time of a step without the optimiser, peak memory on a GPU, and the loss."""
-    if name in SHAPES and not SHAPES[name].model.endswith(("CausalLM", "LMHeadModel")):
+    if name in SHAPES and not has_loss(name):
         raise ArgumentError("model", f"{name!r} has no loss of its own", "use a causal language model")
     gpu = device.type == "cuda"
     model = build(name, device, torch.bfloat16, layers).train()  # Liger leaves out the logits only here
     shape = SHAPES[name]
     batch, length = (shape.batch, shape.length) if gpu else (2, 64)
     tokens = torch.randint(0, model.config.vocab_size, (batch, length), device=device)
-    models = {each: made for each in implementations if (made := _contender(each, model)) is not None}
+    models = {each: made for each in implementations if (made := contender(each, model)) is not None}
     steps = {each: _step(made, tokens) for each, made in models.items()}
     losses = {each: step() for each, step in steps.items()}  # compiles, too
     times, memory = _turns(models, steps, device, rounds)
@@ -55,59 +51,9 @@ def measure_train(
     return rows
 
 
-def _contender(name: str, model: Any) -> Any:
-    """The model as somebody runs it; parameters are shared, but for Liger, which changes the modules. None: not installed here."""
-    if name.startswith("liger"):
-        changed = _Liger(model) if _Liger.is_here() else None
-        return changed and (torch.compile(changed, dynamic=False) if name.endswith("compile") else changed)
-    if name == "compile":
-        return torch.compile(copy.copy(model), dynamic=False)
-    if name == "codetta":
-        return codetta.compile(copy.copy(model))
-    return model
-
-
-class _Liger(torch.nn.Module):
-    """A copy of the model with Liger's kernels. Some of them replace functions of transformers' module: only while this one runs."""
-
-    def __init__(self, model: Any) -> None:
-        from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
-
-        super().__init__()
-        self.model = copy.deepcopy(model)
-        self.names = vars(sys.modules[type(model).__module__])
-        before = dict(self.names)
-        _apply_liger_kernel_to_instance(self.model)
-        self.theirs = {name: each for name, each in self.names.items() if before.get(name) is not each}
-        self.own = {name: before[name] for name in self.theirs if name in before}
-        self.names.update(self.own)
-
-    @staticmethod
-    def is_here() -> bool:
-        return importlib.util.find_spec("liger_kernel") is not None
-
-    @contextmanager
-    def patched(self) -> Iterator[None]:
-        self.names.update(self.theirs)
-        try:
-            yield
-        finally:
-            self.names.update(self.own)
-
-    def forward(self, **named: Any) -> Any:
-        return self.model(**named)
-
-
-def _step(model: Any, tokens: torch.Tensor) -> Callable[[], float]:
-    inside = model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model
-
-    def step() -> float:
-        with inside.patched() if isinstance(inside, _Liger) else nullcontext():
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-            loss.backward()
-        return float(loss.detach())
-
-    return step
+def _step(run: Callable[..., Any], tokens: torch.Tensor) -> Callable[[], float]:
+    step = training_step(run, tokens)
+    return lambda: float(step())
 
 
 def _turns(

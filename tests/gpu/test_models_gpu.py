@@ -11,7 +11,7 @@ from torch import nn
 from zoo import ZOO, outputs
 
 import codetta
-from codetta.bench import prefill
+from codetta.bench import shapes
 from codetta.integrations.dynamo import backend_of
 from codetta.steps import Launch
 
@@ -48,9 +48,9 @@ def test_llama(length: int) -> None:
     """Heads of 64, two of queries to one of keys; whole tiles, ragged ones, and a single token."""
     torch._dynamo.reset()
     device = torch.device("cuda")
-    model = prefill.build("tiny", device, torch.bfloat16)
-    exact = prefill.build("tiny", device, torch.float64)
+    model = shapes.build("tiny", device, torch.bfloat16)
+    exact = shapes.build("tiny", device, torch.float64)
     exact.load_state_dict(model.state_dict())
     codetta.compile(model)
-    launched = check(model, exact, prefill.inputs("tiny", model, device, torch.bfloat16, 3, length))
+    launched = check(model, exact, shapes.inputs("tiny", model, device, 3, length))
     assert [each.program.multiplies for each in launched].count(True) == 9

@@ -98,9 +98,9 @@ def test_loss_needs_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_out_of_memory_leaves_a_usable_model() -> None:
-    from codetta.bench import prefill
+    from codetta.bench import shapes
 
-    model = prefill.build("tiny", torch.device("cuda"), torch.bfloat16).train()
+    model = shapes.build("tiny", torch.device("cuda"), torch.bfloat16).train()
     codetta.compile(model)
     tokens = torch.randint(0, 1000, (2, 256), device="cuda")
     first = model(input_ids=tokens, labels=tokens, use_cache=False).loss

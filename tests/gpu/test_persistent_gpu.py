@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import codetta
-from codetta.bench.prefill import build
+from codetta.bench.shapes import build
 from codetta.integrations.dynamo import Backend
 from codetta.integrations.huggingface import Causal, Slots
 from codetta.steps import Attend, Whole

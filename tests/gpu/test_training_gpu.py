@@ -8,7 +8,7 @@ from test_training import check
 from zoo import ZOO
 
 import codetta
-from codetta.bench import prefill
+from codetta.bench import shapes
 from codetta.capture import weight_gradients
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -32,8 +32,8 @@ def test_llama(length: int, filled: bool, monkeypatch: pytest.MonkeyPatch) -> No
     if filled:
         monkeypatch.setattr(weight_gradients, "_fills_the_device", lambda weight, rows: True)
     device = torch.device("cuda")
-    model, exact = (prefill.build("tiny", device, dtype) for dtype in (torch.bfloat16, torch.float64))
+    model, exact = (shapes.build("tiny", device, dtype) for dtype in (torch.bfloat16, torch.float64))
     exact.load_state_dict(model.state_dict())
     codetta.compile(model)
-    named = prefill.inputs("tiny", model, device, torch.bfloat16, 3, length) | {"logits_to_keep": 0}
+    named = shapes.inputs("tiny", model, device, 3, length) | {"logits_to_keep": 0}
     check(model, exact, (), named, torch.bfloat16)

@@ -1,19 +1,13 @@
-"""Whole models for `codetta bench block`: published shapes with random weights, compiled against the peers."""
+"""Whole models for the benchmarks: published shapes with random weights."""
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from codetta.bench.block import contestants
-from codetta.bench.run import Row
-from codetta.bench.timing import medians
 from codetta.errors import ArgumentError
-
-IMPLEMENTATIONS = ("eager", "compile", "compile-max", "codetta")
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,6 @@ SHAPES: dict[str, Shape] = {
     ),
     "gpt2": Shape("GPT2Config", "GPT2LMHeadModel", {}, batch=16, length=1024),
     "bert-base": Shape("BertConfig", "BertModel", {}, batch=32, length=512),
-    "vit-base": Shape("ViTConfig", "ViTModel", {}, batch=64, length=197),
     "tiny": _llama(2, 256, 512, 4, 2, 64, 1000),  # for a machine without a GPU
 }  # fmt: skip
 
@@ -85,50 +78,12 @@ def build(name: str, device: torch.device, dtype: torch.dtype, layers: int = 0) 
     return model.to(dtype).eval()
 
 
-def inputs(name: str, model: Any, device: torch.device, dtype: torch.dtype, batch: int, length: int) -> dict[str, Any]:
-    """What a prefill gives the model: tokens, or images; of a language model, the last token's logits are asked for."""
-    config = model.config
-    if hasattr(config, "image_size"):
-        size = (batch, config.num_channels, config.image_size, config.image_size)
-        return {"pixel_values": torch.randn(size, device=device).to(dtype)}
-    found: dict[str, Any] = {"input_ids": torch.randint(0, config.vocab_size, (batch, length), device=device)}
-    if SHAPES[name].model.endswith(("CausalLM", "LMHeadModel")):
-        found |= {"use_cache": False, "logits_to_keep": 1}
-    return found
+def inputs(name: str, model: Any, device: torch.device, batch: int, length: int) -> dict[str, Any]:
+    """What a prefill gives the model; of a language model, the last token's logits are asked for."""
+    found: dict[str, Any] = {"input_ids": torch.randint(0, model.config.vocab_size, (batch, length), device=device)}
+    return found | ({"use_cache": False, "logits_to_keep": 1} if has_loss(name) else {})
 
 
-@torch.no_grad()
-def measure_prefill(
-    name: str,
-    device: torch.device,
-    implementations: tuple[str, ...] = IMPLEMENTATIONS,
-    layers: int = 0,
-    rounds: int = 2,
-) -> list[Row]:
-    """One row for each contender: the time to read a prompt and give the logits of its last token."""
-    model = build(name, device, torch.bfloat16, layers)
-    shape, gpu = SHAPES[name], device.type == "cuda"
-    batch, length = (shape.batch, shape.length) if gpu else (2, 64)
-    named = inputs(name, model, device, torch.bfloat16, batch, length)
-    wanted = tuple(each for each in implementations if each in IMPLEMENTATIONS)
-    contenders = contestants(model, (), wanted, named=named)
-    error = None
-    if "codetta" in contenders:
-        results: list[Any] = [contenders["codetta"](), model(**named)]
-        ours, plain = (next(iter(each.values())) for each in results)
-        error = float((ours - plain).float().norm() / plain.float().norm())
-    times = medians(contenders, device, rounds=rounds, rep_ms=300.0)
-    rows = []
-    tokens = next(iter(named.values())).shape[0] * length
-    for impl, ms in times.items():
-        row: Row = {"model": name, "layers": model.config.num_hidden_layers, "tokens": tokens}
-        row |= {"pass": "prefill", "impl": impl, "ms": round(ms, 4)}
-        if impl == "codetta" and error is not None:
-            row["distance"] = round(error, 5)  # from eager's logits
-        rows.append(row)
-    del model, contenders
-    gc.collect()
-    torch._dynamo.reset()
-    if gpu:
-        torch.cuda.empty_cache()
-    return rows
+def has_loss(name: str) -> bool:
+    """Whether it is a language model."""
+    return SHAPES[name].model.endswith(("CausalLM", "LMHeadModel"))
