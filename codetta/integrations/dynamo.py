@@ -82,12 +82,16 @@ class _Call:
     """A compiled function and who compiled it, which lies here and not on the module: a copy of the model is a plain one."""
 
     def __init__(self, function: Callable[..., Any], backend: Backend, dynamic: bool) -> None:
-        self.backend, self.settings = backend, _settings()
+        self.backend = backend
+        self.settings = torch._dynamo.config._make_closure_patcher(**_settings())
         self.call: Any = torch.compile(_own_frame(function), backend=backend, dynamic=dynamic)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(self.settings):
+        revert = self.settings()  # `patch` would take as long as all guards of a model
+        try:
             return self.call(*args, **kwargs)
+        finally:
+            revert()
 
 
 def _settings() -> dict[str, Any]:
