@@ -107,7 +107,7 @@ def parse_grid_sizes(given: str) -> tuple[Size, ...]:
 def measure_grid(bench: GridBench, note: Callable[[str], None] = lambda text: None) -> Iterator[list[Row]]:
     """The rows of each cell, as soon as it is measured; `note` hears what is left out, and why."""
     if bench.device.type == "cuda":
-        torch.cuda.set_device(bench.device)
+        torch.cuda.set_device(bench.device.index or 0)
     for name, which, sizes in bench.jobs():
         note(f"{name}, {which}: building and compiling")
         model = build(name, bench.device, torch.bfloat16, bench.depth(name)).train(which == "train")
