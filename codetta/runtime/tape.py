@@ -8,6 +8,7 @@ and the results of other lines.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,9 +118,8 @@ class Tape:
         self.opening: list[Line] = []  # lines that give names to what was there before
         self.why: str | None = None  # why the function cannot be bound
         self.given: list[int] = []  # roots of arguments, and of what was there before
-        self._launch: tuple[Invocation, list[Any]] | None = (
-            None  # of the line at hand, with the copies that were made for it
-        )
+        self._launch: Invocation | None = None  # of the line at hand
+        self._copied: _Copies | None = None  # on the way to it
         self._known: dict[int, int] = {}  # storages: their roots
         self._watched: list[StorageWeakRef] = []  # as long as they are, no storage gets the identity of an earlier one
         self._copies = 0
@@ -136,15 +136,16 @@ class Tape:
         for name in set(function.arguments).difference(*named):
             del scope[name]
         for line, names in zip(function.lines, last_uses(named), strict=False):
-            self._launch = None
-            exec(str(line), scope)
+            self._launch, self._copied = None, _Copies() if line.kind == "launch" else None
+            with self._copied or nullcontext():
+                exec(str(line), scope)
             self._try(self._record, line, {name: scope[name] for name in sorted(line.makes)})
             for name in names:
                 scope.pop(name, None)
         results = tuple(eval(text, scope) for text in function.results)
         for text, value in zip(function.results, results, strict=True):
             self._try(self._returned, text, value)
-        self._launch = None
+        self._launch = self._copied = None
         self._known.clear()
         self._watched.clear()
         return results
@@ -165,7 +166,9 @@ class Tape:
             for name, value in made.items():
                 self._given(name, value)
             return
-        if line.kind == "room" or (line.kind == "launch" and self._launch is not None):
+        if self._copied is not None and self._copied.why is not None:
+            self._launch = None
+        if line.kind == "room" or self._launch is not None:
             for value in made.values():
                 tensor = value.partials if isinstance(value, Stat) else value
                 if self._find(tensor) is None:
@@ -198,18 +201,17 @@ class Tape:
 
     def _launched(self, *args: Any) -> Any:
         """The launch of a program, listened to."""
-        copies = _Copies(self)
-        with listening() as heard, copies:
+        with listening() as heard:
             results = self.launch(*args)
-        if len(heard) == 1 and heard[0] is not None and copies.why is None:
-            self._launch = heard[0], copies.made
+        if len(heard) == 1:
+            self._launch = heard[0]
         return results
 
     def _commit(self) -> None:
         """The launch of this line as a step, behind the copies that were made for it."""
-        assert self._launch is not None
-        invocation, copies = self._launch
-        for target, args, kwargs, result in copies:
+        invocation = self._launch
+        assert invocation is not None and self._copied is not None
+        for target, args, kwargs, result in self._copied.needed(invocation):
             self._copy(target, args, kwargs, result)
         roots: list[int] = []
         arguments: list[Argument] = []
@@ -336,9 +338,8 @@ class Tape:
 class _Copies(TorchDispatchMode):
     """Operators that are called on the way to a launch, other than views and new memory."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tape = tape
         self.made: list[tuple[Any, Any, Any, Tensor]] = []
         self.why: str | None = None
 
@@ -348,12 +349,20 @@ class _Copies(TorchDispatchMode):
             return result
         if func._schema.is_mutable or not isinstance(result, Tensor):
             self.why = f"{func} is called on the way"
-        elif not func.is_view and result.untyped_storage()._cdata not in self._given(args):
+        elif not func.is_view and _storages([result]).isdisjoint(_storages(_tensors(args))):
             self.made.append((func, args, kwargs or {}, result))
         return result
 
-    def _given(self, args: Any) -> set[int]:
-        return {each.untyped_storage()._cdata for each in pytree.tree_leaves(args) if isinstance(each, Tensor)}
+    def needed(self, invocation: Invocation) -> list[tuple[Any, Any, Any, Tensor]]:
+        """Those that the launch reads, and those that they are made of."""
+        given = [each.base if isinstance(each, TensorMap) else each for each in invocation.arguments]
+        wanted = _storages([each for each in given if isinstance(each, Tensor)])
+        found: list[tuple[Any, Any, Any, Tensor]] = []
+        for made in reversed(self.made):
+            if not _storages([made[3]]).isdisjoint(wanted):
+                found.insert(0, made)
+                wanted |= _storages(_tensors((made[1], made[2])))
+        return found
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -361,6 +370,10 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Stat):
         return [value.partials]
     return [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def _storages(tensors: list[Tensor]) -> set[int]:
+    return {each.untyped_storage()._cdata for each in tensors}
 
 
 def _ref(root: int, offset: int, tensor: Tensor) -> Ref:
