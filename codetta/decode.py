@@ -8,6 +8,7 @@ Both give tokens that are on their way to the host: a caller may launch the next
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -131,6 +132,7 @@ class Decoder:
 
     def __init__(self, model: nn.Module, context: int | None = None, options: Options | None = None) -> None:
         self.causal = Causal(model)
+        self.causal.check()
         most = getattr(self.causal.config, "max_position_embeddings", None) or 4096
         self.context = min(4096, most) if context is None else context
         if not 1 < self.context <= most:
@@ -142,7 +144,7 @@ class Decoder:
         self.prompt = compile(self.causal.prompt, options=self.options)
         self.current: _Room | None = None  # that of the last call
         self.recorded: Recorded | None = None
-        self.parameters: list[tuple[object, ...]] = []
+        self.weights: list[tuple[weakref.ref[Tensor], tuple[object, ...]]] = []
         # Whether a step is to be launched before the last one's tokens are read. A CPU would gain nothing by it.
         self.ahead = self.device.type == "cuda"
 
@@ -174,7 +176,8 @@ class Decoder:
 
     def room(self, batch: int, keys: list[Tensor], values: list[Tensor]) -> _Room:
         """That of the last call, if it fits; if not, its memory is given back first."""
-        if self.current is None or len(self.current.slots.places) != batch:
+        kept = self.current
+        if kept is None or len(kept.slots.places) != batch or not kept.slots.hold(keys, values):
             self.current = self.recorded = None
             try:
                 slots = self.causal.slots(batch, self.context, keys, values)
@@ -184,8 +187,8 @@ class Decoder:
                     "context", f"{self.context} tokens for {batch} sequences need {need * batch * self.context / 2**30:.1f} GiB of cache, "
                     "which are not there", "lower context, or pass fewer prompts at once",
                 ) from None  # fmt: skip
-            self.current = self._furnished(slots)
-        return self.current
+            kept = self.current = self._furnished(slots)
+        return kept
 
     def _furnished(self, slots: Slots) -> _Room:
         step = compile(self.causal.step(slots), options=self.options, dynamic=False)
@@ -204,11 +207,15 @@ class Decoder:
         return _Room(slots, choice, step, logits, Recorded(likeliest, [places, tokens]), sent)
 
     def _look_at_parameters(self) -> None:
-        """Recordings read what was made of parameters; they are made anew when those have changed."""
+        """Recordings read what was made of parameters and buffers; they are made anew when those have changed or are others."""
         if self.device.type != "cuda":
             return
-        now = [state_of(each) for each in self.causal.model.parameters()]
-        if now != self.parameters:
-            self.parameters = now
+        model = self.causal.model
+        now = [(weakref.ref(each), state_of(each)) for each in (*model.parameters(), *model.buffers())]
+        same = len(now) == len(self.weights) and all(
+            new() is old() and state == was for (new, state), (old, was) in zip(now, self.weights, strict=True)
+        )
+        if not same:
+            self.weights = now
             if self.current is not None:
                 self.current.forget()

@@ -130,10 +130,10 @@ def test_hugging_faces_generate() -> None:
     mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in PROMPTS])
     both = [each.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False) for each in (plain, compiled)]
     assert torch.equal(*both)
-    generator = compiled._compiled_call_impl.generator
+    generator = compiled._compiled_call_impl.generation.generator
     alone = torch.tensor([PROMPTS[1]])
     both = [each.generate(input_ids=alone, max_new_tokens=9, repetition_penalty=1.3) for each in (plain, compiled)]
-    assert torch.equal(*both) and compiled._compiled_call_impl.generator is generator
+    assert torch.equal(*both) and compiled._compiled_call_impl.generation.generator is generator
     torch.manual_seed(3)
     first = compiled.generate(alone, max_new_tokens=9, do_sample=True, temperature=2.0)
     second = compiled.generate(alone, max_new_tokens=9, do_sample=True, temperature=2.0)

@@ -1,7 +1,9 @@
-"""Hugging Face's `generate` of a compiled model: what a Generator can do goes to one, everything else to the original loop."""
+"""Hugging Face's `generate` of a compiled model: what a Generator can do goes to one, everything else to the original loop, which calls
+the model's own forward."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from codetta.errors import ArgumentError
 from codetta.generate import Generator
 from codetta.integrations.dynamo import backend_of
+from codetta.integrations.huggingface import plain
 
 # Settings that a Generator has, or that change nothing for it.
 UNDERSTOOD = {
@@ -26,13 +29,59 @@ def takes_over(model: nn.Module) -> None:
     model.generate = MethodType(generate, model)  # type: ignore[assignment]
 
 
+class _Kept:
+    """The Generator of a compiled model, for one call at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.busy = False  # so that a call out of a call (a streamer's, a criterion's) does not take it away
+        self.generator: Generator | None = None
+        self.plain: Any = None
+
+
 @torch.no_grad()
-def generate(self: Any, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """As Hugging Face's: prompts (B, T), padded on the left, and what follows them, padded on the right."""
-    asked = _asked(self, inputs, generation_config, dict(kwargs))
-    generator = _generator(self, asked) if asked is not None else None
-    if asked is None or generator is None:
-        return type(self).generate(self, inputs, generation_config, **kwargs)
+    if backend_of(self) is not None and _is_common(self):
+        kept = _kept(self)
+        with kept.lock:
+            asked = None if kept.busy else _asked(self, *args, **kwargs)
+            generator = _generator(self, kept, asked) if asked is not None else None
+            if asked is not None and generator is not None:
+                kept.busy = True
+                try:
+                    return _answered(generator, asked)
+                finally:
+                    kept.busy = False
+    return type(self).generate(_plain(self), *args, **kwargs)
+
+
+def _plain(model: Any) -> Any:
+    """The model as Hugging Face's loop calls it: its own forward, which has less to do for each call than a compiled one."""
+    if backend_of(model) is None:
+        return model
+    kept = _kept(model)
+    if kept.plain is None:
+        kept.plain = plain(model)
+    else:  # what the loop has noted on it stays
+        vars(kept.plain).update(vars(plain(model)))
+    return kept.plain
+
+
+def _is_common(model: Any) -> bool:
+    """Whether its `generate` is everybody's: others take other arguments, in another order."""
+    from transformers import GenerationMixin
+
+    return type(model).generate is GenerationMixin.generate
+
+
+def _kept(model: Any) -> _Kept:
+    frame = model._compiled_call_impl
+    found: _Kept = vars(frame).setdefault("generation", _Kept())
+    return found
+
+
+def _answered(generator: Generator, asked: _Asked) -> Tensor:
     generator.ends = asked.ends
     answers = generator(asked.prompts, tokens=asked.tokens, **asked.sampling)
     longest = max(len(each.tokens) for each in answers)
@@ -54,13 +103,13 @@ class _Asked:
         return self.ids.shape[1] + self.tokens
 
 
-def _asked(model: Any, inputs: Tensor | None, config: Any, named: dict[str, Any]) -> _Asked | None:
+def _asked(model: Any, inputs: Tensor | None = None, generation_config: Any = None, **named: Any) -> _Asked | None:
     """What is asked for, if a Generator can do it."""
     ids = inputs if inputs is not None else named.pop("input_ids", None)
     mask = named.pop("attention_mask", None)
-    if backend_of(model) is None or model.training or not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
+    if model.training or not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
         return None
-    settings, rest = model._prepare_generation_config(config, **named)
+    settings, rest = model._prepare_generation_config(generation_config, **named)
     usual = settings._get_default_generation_params()
     given = {name for name, value in settings.to_dict().items() if value not in (None, False, usual.get(name))}
     if given - UNDERSTOOD or any(value is not None for value in rest.values()):
@@ -89,10 +138,9 @@ def _asked(model: Any, inputs: Tensor | None, config: Any, named: dict[str, Any]
     return _Asked(ids, prompts, settings.max_new_tokens, set(ends), pad, sampling)
 
 
-def _generator(model: Any, asked: _Asked) -> Generator | None:
+def _generator(model: Any, kept: _Kept, asked: _Asked) -> Generator | None:
     """The one that was made for the last call, if it has room enough."""
-    kept = model._compiled_call_impl
-    known: Generator | None = getattr(kept, "generator", None)
+    known = kept.generator
     if known is not None and known.decoder.context >= asked.context:
         return known
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or asked.context

@@ -6,6 +6,7 @@ the device. transformers is imported when a model is given: Codetta does without
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,12 @@ class Slots:
     def bytes(self) -> int:
         return sum(each.numel() * each.element_size() for each in [*self.keys, *self.values])
 
+    def hold(self, keys: list[Tensor], values: list[Tensor]) -> bool:
+        """Whether tensors like these go into them: the model may have changed its dtype or device since they were made."""
+        kinds = [[(each.dtype, each.device, each.shape[1], each.shape[3]) for each in [*k, *v]] for k, v in
+                 ((self.keys, self.values), (keys, values))]  # fmt: skip
+        return kinds[0] == kinds[1]
+
     def put(self, slot: int, keys: list[Tensor], values: list[Tensor]) -> None:
         """A prompt's, as (1, heads, length, head)."""
         for rooms, found in ((self.keys, keys), (self.values, values)):
@@ -43,12 +50,46 @@ class Slots:
         self.places[slot] = keys[0].shape[2]
 
 
+def plain(model: nn.Module) -> Any:
+    """The same module, with the same parameters, submodules and hooks, that calls its own forward: no compiled one."""
+    made = object.__new__(type(model))
+    made.__dict__ = {name: value for name, value in vars(model).items() if name != "generate"}
+    made.__dict__["_compiled_call_impl"] = None
+    return made
+
+
+CHECKED = 4  # tokens of the check
+NEAR = 0.1  # of the largest logit: half precision differs by a tenth of that, a forgotten position by more
+
+
 class Causal:
     """A causal language model as functions of tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.config = model, _config(model)
         self.masks = _masks(model)
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Refuse a model that is not what is assumed here: one whose cache holds something else than keys and values, or that takes
+        positions from elsewhere. Its own forward, a few tokens at once, is compared with a prompt and a step."""
+        model: Any = plain(self.model)
+        causal, tokens = Causal(model), torch.arange(1, CHECKED + 1, device=next(model.parameters()).device)[None]
+        tokens = tokens % self.config.vocab_size
+        try:
+            want = model(input_ids=tokens, return_dict=True).logits[:, -1].float()
+            _, keys, values = causal.prompt(tokens[:, :-1])
+            slots = causal.slots(1, CHECKED, keys, values)
+            slots.put(0, keys, values)
+            found = causal.step(slots)(tokens[:, -1], slots.places).float()
+        except Exception as error:  # whatever a model of another kind raises
+            problem = f"cannot be called with a cache of keys and values ({type(error).__name__}: {error})"
+            raise ArgumentError("model", problem, "use its own generate") from error
+        far = (found - want).abs().amax() > NEAR * want.abs().amax()
+        if bool(far) and not model.training:
+            raise ArgumentError(
+                "model", "gives other logits step by step than at once", "use its own generate: it keeps more than keys and values"
+            )  # fmt: skip
 
     def slots(self, batch: int, context: int, keys: list[Tensor], values: list[Tensor]) -> Slots:
         """Room like that of a prompt's keys and values."""
@@ -95,8 +136,12 @@ def _config(model: nn.Module) -> Any:
     if config is None or not hasattr(model, "generate"):
         raise ArgumentError("model", f"is a {type(model).__name__}", "pass a causal language model of Hugging Face's")
     config = config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
         raise ArgumentError("model", "has an encoder", "pass a model with a decoder alone")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ArgumentError("model", "takes no position_ids", "use its own generate")
+    if getattr(config, "alibi", False):
+        raise ArgumentError("model", "takes positions from its mask (alibi)", "use its own generate")
     return config
 
 
