@@ -1,6 +1,6 @@
 """Decoder: sequences in slots that take each step together, every one at its own place.
 
-begin   reads prompts, each by itself, whatever its length, and puts their keys and values into slots
+begin   reads prompts together, padded to one of a few lengths, and puts their keys and values into slots
 turn    one more token for each sequence, on the device from end to end; on a GPU a recording is replayed
 
 Both give tokens that are on their way to the host: a caller may launch the next step before reading them.
@@ -27,6 +27,10 @@ from codetta.sampling import Sampling, draw, first_count
 from codetta.sampling import likeliest as likeliest_of
 
 SAMPLED = 2  # recordings of a room, by kinds of sampling: each holds memory
+TOGETHER = 16  # prompts that are read at once: logits are made for each pair of a prompt and an end
+SHORTEST = 16  # tokens that a prompt is padded to
+LEAST = 1024  # tokens of a room that is made for a call
+KEPT = 1 << 30  # bytes of rooms that are kept for later calls, beside the current one, or as many as that has
 
 
 class Sent:
@@ -58,7 +62,7 @@ class _Choice:
     counter: Tensor  # (): how many tokens were chosen before, and the seed
     seen: Tensor | None = None  # (batch, vocabulary): which tokens have occurred; made for the first repetition penalty
 
-    def begin(self, prompts: list[list[int]], vocabulary: int, sampling: Sampling) -> None:
+    def begin(self, prompts: list[list[int]], vocabulary: int, sampling: Sampling, occurred: list[list[int]]) -> None:
         # Equal prompts get answers of their own, others the one that they would get alone.
         again = [prompts[:at].count(prompt) for at, prompt in enumerate(prompts)]
         self.rows.copy_(torch.tensor(again))
@@ -66,10 +70,11 @@ class _Choice:
         if sampling.repetition_penalty == 1:
             return
         if self.seen is None:
-            self.seen = torch.zeros(len(prompts), vocabulary, dtype=torch.bool, device=self.tokens.device)
+            with torch.inference_mode(False):
+                self.seen = torch.zeros(len(prompts), vocabulary, dtype=torch.bool, device=self.tokens.device)
         self.seen.zero_()
-        for at, prompt in enumerate(prompts):
-            self.seen[at, prompt] = True
+        for at, each in enumerate(occurred):
+            self.seen[at, each] = True
 
     def choose(self, logits: Tensor, sampling: Sampling) -> Tensor:
         seen = self._seen(sampling)
@@ -103,6 +108,14 @@ class _Room:
     sent: Iterator[Sent]  # two by turns: one is written while the other is still to be read
     # The same for tokens chosen otherwise, by the settings without the seed; the last ones used, in that order.
     sampled: dict[Sampling, Recorded] = field(default_factory=dict)
+    shift: Tensor | None = None  # (batch,): how far positions are from places, where somebody has said so
+    bare: Recorded | None = None
+
+    def behind(self) -> Tensor:
+        """The logits behind the tokens, for somebody else to choose by; the next call's come into the same memory."""
+        if self.bare is None:
+            self.bare = Recorded(self.logits, [self.slots.places])
+        return self.bare()
 
     def recorded(self, sampling: Sampling) -> Recorded:
         """A step that ends with the next tokens, chosen like this."""
@@ -123,8 +136,16 @@ class _Room:
         return next(self.sent).send(self.choice.tokens)
 
     def forget(self) -> None:
-        for each in (self.likeliest, *self.sampled.values()):
-            each.forget()
+        for each in (self.likeliest, self.bare, *self.sampled.values()):
+            if each is not None:
+                each.forget()
+
+
+def padded(length: int, most: int) -> int:
+    """The length that a prompt is read at: one of a few, an eighth longer on the average where it counts. So few sizes are compiled,
+    bound and recorded."""
+    step = max(SHORTEST, 1 << max((length - 1).bit_length() - 3, 0)) if length > 512 else 1 << (length - 1).bit_length()
+    return min(max(-(-length // step) * step, SHORTEST), most)
 
 
 class Decoder:
@@ -133,16 +154,19 @@ class Decoder:
     def __init__(self, model: nn.Module, context: int | None = None, options: Options | None = None) -> None:
         self.causal = Causal(model)
         self.causal.check()
-        most = getattr(self.causal.config, "max_position_embeddings", None) or 4096
-        self.context = min(4096, most) if context is None else context
-        if not 1 < self.context <= most:
+        self.most = getattr(self.causal.config, "max_position_embeddings", None) or 4096  # tokens of a sequence
+        self.context = min(4096, self.most) if context is None else context
+        if not 1 < self.context <= self.most:
             raise ArgumentError(
-                "context", f"is {self.context}, the model has positions for {most}", f"pass 2 to {most} tokens"
+                "context",
+                f"is {self.context}, the model has positions for {self.most}",
+                f"pass 2 to {self.most} tokens",
             )
         known = backend_of(model)
         self.options = options or (known.options if known is not None else Options())
         self.prompt = compile(self.causal.prompt, options=self.options)
-        self.current: _Room | None = None  # that of the last call
+        self.rooms: list[_Room] = []  # of the last calls, the current one last
+        self.current: _Room | None = None
         self.recorded: Recorded | None = None
         self.weights: list[tuple[weakref.ref[Tensor], tuple[object, ...]]] = []
         # Whether a step is to be launched before the last one's tokens are read. A CPU would gain nothing by it.
@@ -152,20 +176,46 @@ class Decoder:
     def device(self) -> torch.device:
         return next(self.causal.model.parameters()).device
 
+    def hold(self, batch: int, tokens: int) -> None:
+        """Have room for so many tokens of so many sequences from the next call on. Rooms are of a few sizes, and one that is there and
+        large enough will do: a step is compiled for its room."""
+        there = [each.slots.context for each in self.rooms if len(each.slots.places) == batch]
+        fitting = [context for context in there if context >= tokens]
+        self.context = min(min(fitting) if fitting else max(LEAST, 1 << (tokens - 1).bit_length()), self.most)
+
     @torch.no_grad()
-    def begin(self, prompts: list[list[int]], sampling: Sampling) -> Sent:
-        """The first token of each sequence."""
-        self._look_at_parameters()
-        logits = []
-        for slot, prompt in enumerate(prompts):
-            found, keys, values = self.prompt(torch.tensor([prompt], device=self.device))
-            room = self.room(len(prompts), keys, values)
-            room.slots.put(slot, keys, values)
-            logits.append(found)
-        room.choice.begin(prompts, logits[0].shape[1], sampling)
-        room.choice.choose(torch.cat(logits), sampling)
+    def begin(self, prompts: list[list[int]], sampling: Sampling, occurred: list[list[int]] | None = None) -> Sent:
+        """The first token of each sequence. occurred: what a repetition penalty counts, if that is not the prompts."""
+        logits = self.read(prompts)
+        room = self.current
+        assert room is not None
+        room.choice.begin(prompts, logits.shape[1], sampling, occurred or prompts)
+        room.choice.choose(logits, sampling)
         self.recorded = room.recorded(sampling)
         return room.send()
+
+    @torch.no_grad()
+    def read(self, prompts: list[list[int]]) -> Tensor:
+        """The logits behind each prompt, with its keys and values in the slot of its number."""
+        self._look_at_parameters()
+        # Neighbours in length are padded least.
+        order = sorted(range(len(prompts)), key=lambda at: len(prompts[at])) if len(prompts) > TOGETHER else None
+        logits: list[Tensor] = []
+        for begin in range(0, len(prompts), TOGETHER):
+            rows = range(len(prompts))[begin : begin + TOGETHER] if order is None else order[begin : begin + TOGETHER]
+            given = [prompts[at] for at in rows]
+            lengths = [len(each) for each in given]
+            length = padded(max(lengths), self.context)
+            tokens = torch.tensor([each + [0] * (length - len(each)) for each in given], device=self.device)
+            last = torch.tensor(lengths, device=self.device) - 1
+            found, keys, values = self.prompt(tokens, last)
+            room = self.room(len(prompts), keys, values)
+            room.slots.put(slice(None) if order is None else list(rows), keys, values, lengths)
+            logits.append(found)
+        if order is None:
+            return logits[0]
+        whole = torch.cat(logits)
+        return torch.empty_like(whole).index_copy_(0, torch.tensor(order, device=whole.device), whole)
 
     @torch.no_grad()
     def turn(self) -> Sent:
@@ -174,24 +224,47 @@ class Decoder:
         self.recorded()
         return self.current.send()
 
-    def room(self, batch: int, keys: list[Tensor], values: list[Tensor]) -> _Room:
-        """That of the last call, if it fits; if not, its memory is given back first."""
-        kept = self.current
-        if kept is None or len(kept.slots.places) != batch or not kept.slots.hold(keys, values):
-            self.current = self.recorded = None
-            try:
-                slots = self.causal.slots(batch, self.context, keys, values)
-            except torch.OutOfMemoryError:
-                need = sum(each[0, :, 0].numel() * each.element_size() for each in [*keys, *values])
-                raise ArgumentError(
-                    "context", f"{self.context} tokens for {batch} sequences need {need * batch * self.context / 2**30:.1f} GiB of cache, "
-                    "which are not there", "lower context, or pass fewer prompts at once",
-                ) from None  # fmt: skip
-            kept = self.current = self._furnished(slots)
-        return kept
+    @torch.no_grad()
+    def placed(self, batch: int, model: nn.Module) -> _Room:
+        """A room whose slots and positions somebody else fills in. model: the same, not compiled."""
+        self._look_at_parameters()
+        _, keys, values = Causal(model).prompt(torch.zeros((1, 1), dtype=torch.int64, device=self.device))
+        return self.room(batch, keys, values, shifted=True)
 
-    def _furnished(self, slots: Slots) -> _Room:
-        step = compile(self.causal.step(slots), options=self.options, dynamic=False)
+    def room(self, batch: int, keys: list[Tensor], values: list[Tensor], shifted: bool = False) -> _Room:
+        """One that was used before, if it fits, with what was compiled for it."""
+        rooms = self.rooms = [each for each in self.rooms if each.slots.hold(keys, values)]
+        for each in rooms:
+            same = len(each.slots.places) == batch and each.slots.context == self.context
+            if same and (each.shift is not None) == shifted:
+                self.rooms = [*(other for other in rooms if other is not each), each]
+                self.current = each
+                return each
+        self.current = self.recorded = None
+        bytes_of = sum(each[0, :, 0].numel() * each.element_size() for each in [*keys, *values]) * batch * self.context
+        while rooms and sum(each.slots.bytes for each in rooms) > max(KEPT, bytes_of):
+            rooms.pop(0)
+        made = None
+        while made is None:
+            try:
+                # Not in inference mode, whose tensors nobody may write to outside of it.
+                with torch.inference_mode(False):
+                    made = self._furnished(self.causal.slots(batch, self.context, keys, values), shifted)
+            except torch.OutOfMemoryError:
+                if not rooms:
+                    raise ArgumentError(
+                        "context", f"{self.context} tokens for {batch} sequences need {bytes_of / 2**30:.1f} GiB of cache, which are not there",
+                        "lower context, or pass fewer prompts at once",
+                    ) from None  # fmt: skip
+            if made is None:
+                rooms.clear()  # their memory is given back first
+        rooms.append(made)
+        self.current = made
+        return made
+
+    def _furnished(self, slots: Slots, shifted: bool) -> _Room:
+        shift = torch.zeros_like(slots.places) if shifted else None
+        step = compile(self.causal.step(slots, shift), options=self.options, dynamic=False)
         tokens, places = torch.zeros_like(slots.places), slots.places
         choice = _Choice(tokens, torch.zeros_like(places), torch.zeros_like(places[0]))
 
@@ -204,7 +277,7 @@ class Decoder:
             return likeliest_of(logits(), tokens)
 
         sent = cycle([Sent(tokens), Sent(tokens)])
-        return _Room(slots, choice, step, logits, Recorded(likeliest, [places, tokens]), sent)
+        return _Room(slots, choice, step, logits, Recorded(likeliest, [places, tokens]), sent, shift=shift)
 
     def _look_at_parameters(self) -> None:
         """Recordings read what was made of parameters and buffers; they are made anew when those have changed or are others."""
@@ -217,5 +290,5 @@ class Decoder:
         )
         if not same:
             self.weights = now
-            if self.current is not None:
-                self.current.forget()
+            for each in self.rooms:
+                each.forget()

@@ -152,14 +152,15 @@ class Generator:
                 yield Piece(at, token, text, reason)
 
     def rounds(
-        self, prompts: list[list[int]], most: list[int], going: set[int], sampling: Sampling
-    ) -> Iterator[list[int]]:
+        self, prompts: list[list[int]], most: list[int], going: set[int], sampling: Sampling,
+        occurred: list[list[int]] | None = None,
+    ) -> Iterator[list[int]]:  # fmt: skip
         """What each step chose, for every sequence, until nobody is left in `going`, which the caller empties. Sequences that are not in
-        it go on unheard. most: how many tokens each can get."""
+        it go on unheard. most: how many tokens each can get. occurred: as for `Decoder.begin`."""
         with self.lock:
             self._streams += 1
             mine = self._streams
-            coming = self.decoder.begin(prompts, sampling)
+            coming = self.decoder.begin(prompts, sampling, occurred)
             chosen = coming.read()  # waits for nothing else: the first step may have to be compiled
             ahead: Sent | None = None
         for number in itertools.count(2):

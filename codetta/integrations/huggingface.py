@@ -42,17 +42,18 @@ class Slots:
                  ((self.keys, self.values), (keys, values))]  # fmt: skip
         return kinds[0] == kinds[1]
 
-    def put(self, slot: int, keys: list[Tensor], values: list[Tensor]) -> None:
-        """A prompt's, as (1, heads, length, head)."""
+    def put(self, slots: slice | list[int], keys: list[Tensor], values: list[Tensor], lengths: list[int]) -> None:
+        """Prompts', as (prompts, heads, length, head). What stands behind the length of each is nobody's: a step writes its own there
+        before anybody looks."""
         for rooms, found in ((self.keys, keys), (self.values, values)):
             for room, each in zip(rooms, found, strict=True):
-                room[slot, :, : each.shape[2]] = each[0]
-        self.places[slot] = keys[0].shape[2]
+                room[slots, :, : each.shape[2]] = each
+        self.places[slots] = torch.tensor(lengths, device=self.places.device)
 
 
-def plain(model: nn.Module) -> Any:
-    """The same module, with the same parameters, submodules and hooks, that calls its own forward: no compiled one."""
-    made = object.__new__(type(model))
+def plain(model: nn.Module, kind: type | None = None) -> Any:
+    """The same module, with the same parameters, submodules and hooks, that calls its own forward: no compiled one. kind: its class."""
+    made: Any = object.__new__(kind or type(model))
     made.__dict__ = {name: value for name, value in vars(model).items() if name != "generate"}
     made.__dict__["_compiled_call_impl"] = None
     return made
@@ -80,7 +81,7 @@ class Causal:
             want = model(input_ids=tokens, return_dict=True).logits[:, -1].float()
             _, keys, values = causal.prompt(tokens[:, :-1])
             slots = causal.slots(1, CHECKED, keys, values)
-            slots.put(0, keys, values)
+            slots.put([0], keys, values, [CHECKED - 1])
             found = causal.step(slots)(tokens[:, -1], slots.places).float()
         except Exception as error:  # whatever a model of another kind raises
             problem = f"cannot be called with a cache of keys and values ({type(error).__name__}: {error})"
@@ -103,27 +104,35 @@ class Causal:
         places = torch.zeros(batch, dtype=torch.int64, device=device)
         return Slots([room(each) for each in keys], [room(each) for each in values], places)
 
-    def prompt(self, tokens: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Of (1, length) tokens: the logits behind the last one, and every layer's keys and values."""
+    def prompt(self, tokens: Tensor, last: Tensor | None = None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Of (batch, length) tokens: the logits behind the last one of each, and every layer's keys and values.
+
+        last: (batch,), where prompts end that are padded on the right. Nothing before the padding sees it, so it needs no mask."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
         places = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        keep: Any = 1 if last is None else last
         out = self.model(
-            input_ids=tokens, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True
+            input_ids=tokens, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=keep, return_dict=True
         )  # fmt: skip
-        return out.logits[:, -1], [each.keys for each in cache.layers], [each.values for each in cache.layers]
+        # (batch, places, vocabulary): of every sequence, the places of all are kept.
+        logits = out.logits[:, -1] if last is None else out.logits.diagonal(dim1=0, dim2=1).t()
+        return logits, [each.keys for each in cache.layers], [each.values for each in cache.layers]
 
-    def step(self, slots: Slots) -> Callable[[Tensor, Tensor], Tensor]:
-        """A function of (batch,) tokens and their places, that writes their keys and values and returns the logits behind them."""
+    def step(self, slots: Slots, shift: Tensor | None = None) -> Callable[[Tensor, Tensor], Tensor]:
+        """A function of (batch,) tokens and their places, that writes their keys and values and returns the logits behind them.
+
+        shift: (batch,), how far positions are from places, where they are not the same."""
         cache = _cache(slots)
         model, masks, context = self.model, self.masks, slots.context
 
         def step(tokens: Tensor, places: Tensor) -> Tensor:
             for layer in cache.layers:
                 layer.places = places[:, None]
+            positions = places if shift is None else places + shift
             out = model(
-                input_ids=tokens[:, None], position_ids=places[:, None], attention_mask=masks(places, context), past_key_values=cache,
+                input_ids=tokens[:, None], position_ids=positions[:, None], attention_mask=masks(places, context), past_key_values=cache,
                 use_cache=True, return_dict=True,
             )  # fmt: skip
             return out.logits[:, -1]
