@@ -53,6 +53,26 @@ class Sent:
         return self.tokens.tolist()
 
 
+@dataclass(frozen=True)
+class Kind:
+    """How a step chooses, as far as its recording knows: without the seed, which the counter has, and without which tokens are barred."""
+
+    sampling: Sampling
+    barred: bool = False
+
+    @classmethod
+    def of(cls, sampling: Sampling, barred: bool) -> Kind:
+        return cls(replace(sampling, seed=0), barred)
+
+
+def _zeros(kept: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in the tensor that is there, for recordings know it by its address."""
+    if kept is not None:
+        return kept.zero_()
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
 @dataclass
 class _Choice:
     """What the next tokens are chosen by. Tensors stay where they are, for recordings know them by their addresses."""
@@ -60,25 +80,34 @@ class _Choice:
     tokens: Tensor  # (batch,): the last that were chosen
     rows: Tensor  # (batch,): which number stands for each sequence in the random numbers
     counter: Tensor  # (): how many tokens were chosen before, and the seed
+    first: Tensor  # (): what the counter began with
     seen: Tensor | None = None  # (batch, vocabulary): which tokens have occurred; made for the first repetition penalty
+    until: Tensor | None = None  # (vocabulary,): how many tokens must be there before each may be chosen
 
-    def begin(self, prompts: list[list[int]], vocabulary: int, sampling: Sampling, occurred: list[list[int]]) -> None:
+    def begin(
+        self, prompts: list[list[int]], vocabulary: int, sampling: Sampling, occurred: list[list[int]], barred: dict[int, int]
+    ) -> None:  # fmt: skip
         # Equal prompts get answers of their own, others the one that they would get alone.
         again = [prompts[:at].count(prompt) for at, prompt in enumerate(prompts)]
         self.rows.copy_(torch.tensor(again))
         self.counter.fill_(first_count(sampling.seed))
-        if sampling.repetition_penalty == 1:
-            return
-        if self.seen is None:
-            with torch.inference_mode(False):
-                self.seen = torch.zeros(len(prompts), vocabulary, dtype=torch.bool, device=self.tokens.device)
-        self.seen.zero_()
-        for at, each in enumerate(occurred):
-            self.seen[at, each] = True
+        self.first.copy_(self.counter)
+        if barred:
+            self.until = _zeros(self.until, (vocabulary,), torch.int64, self.tokens.device)
+            known = {token: count for token, count in barred.items() if token < vocabulary}
+            those, counts = torch.tensor([[*known], [*known.values()]], dtype=torch.int64).to(self.until.device)
+            self.until[those] = counts
+        if sampling.repetition_penalty != 1:
+            self.seen = _zeros(self.seen, (len(prompts), vocabulary), torch.bool, self.tokens.device)
+            for at, each in enumerate(occurred):
+                self.seen[at, each] = True
 
-    def choose(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        seen = self._seen(sampling)
-        draw(logits, sampling, self.counter, self.rows, seen, self.tokens)
+    def choose(self, logits: Tensor, kind: Kind) -> Tensor:
+        seen = self._seen(kind.sampling)
+        if kind.barred:
+            assert self.until is not None
+            logits = logits.masked_fill(self.counter - self.first < self.until, -torch.inf)
+        draw(logits, kind.sampling, self.counter, self.rows, seen, self.tokens)
         if seen is not None:
             seen.scatter_(1, self.tokens[:, None], True)
         self.counter.add_(1)
@@ -106,8 +135,8 @@ class _Room:
     logits: Callable[[], Tensor]  # behind the tokens that were chosen; the places move on
     likeliest: Recorded  # the same, and the likeliest token becomes the next one
     sent: Iterator[Sent]  # two by turns: one is written while the other is still to be read
-    # The same for tokens chosen otherwise, by the settings without the seed; the last ones used, in that order.
-    sampled: dict[Sampling, Recorded] = field(default_factory=dict)
+    # The same for tokens chosen otherwise; the last ones used, in that order.
+    sampled: dict[Kind, Recorded] = field(default_factory=dict)
     shift: Tensor | None = None  # (batch,): how far positions are from places, where somebody has said so
     bare: Recorded | None = None
 
@@ -117,19 +146,19 @@ class _Room:
             self.bare = Recorded(self.logits, [self.slots.places])
         return self.bare()
 
-    def recorded(self, sampling: Sampling) -> Recorded:
+    def recorded(self, kind: Kind) -> Recorded:
         """A step that ends with the next tokens, chosen like this."""
-        if sampling.greedy and sampling.repetition_penalty == 1:
+        greedy = kind.sampling.greedy and kind.sampling.repetition_penalty == 1
+        if greedy and not kind.barred:
             return self.likeliest
-        kind = replace(sampling, seed=0)  # the counter has the seed
         self.sampled[kind] = found = self.sampled.pop(kind, None) or self._sampled(kind)
         if len(self.sampled) > SAMPLED:
             del self.sampled[next(iter(self.sampled))]
         return found
 
-    def _sampled(self, kind: Sampling) -> Recorded:
+    def _sampled(self, kind: Kind) -> Recorded:
         choice, logits = self.choice, self.logits
-        return Recorded(lambda: choice.choose(logits(), kind), [self.slots.places, *choice.changed(kind)])
+        return Recorded(lambda: choice.choose(logits(), kind), [self.slots.places, *choice.changed(kind.sampling)])
 
     def send(self) -> Sent:
         """The tokens. Those sent before may still be unread, but no earlier ones."""
@@ -184,14 +213,19 @@ class Decoder:
         self.context = min(min(fitting) if fitting else max(LEAST, 1 << (tokens - 1).bit_length()), self.most)
 
     @torch.no_grad()
-    def begin(self, prompts: list[list[int]], sampling: Sampling, occurred: list[list[int]] | None = None) -> Sent:
-        """The first token of each sequence. occurred: what a repetition penalty counts, if that is not the prompts."""
+    def begin(
+        self, prompts: list[list[int]], sampling: Sampling, occurred: list[list[int]] | None = None,
+        barred: dict[int, int] | None = None,
+    ) -> Sent:  # fmt: skip
+        """The first token of each sequence. occurred: what a repetition penalty counts, if that is not the prompts. barred: how many
+        tokens must be there before one may be chosen, for some."""
         logits = self.read(prompts)
         room = self.current
         assert room is not None
-        room.choice.begin(prompts, logits.shape[1], sampling, occurred or prompts)
-        room.choice.choose(logits, sampling)
-        self.recorded = room.recorded(sampling)
+        kind = Kind.of(sampling, bool(barred))
+        room.choice.begin(prompts, logits.shape[1], sampling, occurred or prompts, barred or {})
+        room.choice.choose(logits, kind)
+        self.recorded = room.recorded(kind)
         return room.send()
 
     @torch.no_grad()
@@ -266,7 +300,7 @@ class Decoder:
         shift = torch.zeros_like(slots.places) if shifted else None
         step = compile(self.causal.step(slots, shift), options=self.options, dynamic=False)
         tokens, places = torch.zeros_like(slots.places), slots.places
-        choice = _Choice(tokens, torch.zeros_like(places), torch.zeros_like(places[0]))
+        choice = _Choice(tokens, torch.zeros_like(places), torch.zeros_like(places[0]), torch.zeros_like(places[0]))
 
         def logits() -> Tensor:
             found = step(tokens, places.clamp(max=slots.context - 1))

@@ -153,14 +153,14 @@ class Generator:
 
     def rounds(
         self, prompts: list[list[int]], most: list[int], going: set[int], sampling: Sampling,
-        occurred: list[list[int]] | None = None,
+        occurred: list[list[int]] | None = None, barred: dict[int, int] | None = None,
     ) -> Iterator[list[int]]:  # fmt: skip
         """What each step chose, for every sequence, until nobody is left in `going`, which the caller empties. Sequences that are not in
-        it go on unheard. most: how many tokens each can get. occurred: as for `Decoder.begin`."""
+        it go on unheard. most: how many tokens each can get. occurred, barred: as for `Decoder.begin`."""
         with self.lock:
             self._streams += 1
             mine = self._streams
-            coming = self.decoder.begin(prompts, sampling, occurred)
+            coming = self.decoder.begin(prompts, sampling, occurred, barred)
             chosen = coming.read()  # waits for nothing else: the first step may have to be compiled
             ahead: Sent | None = None
         for number in itertools.count(2):

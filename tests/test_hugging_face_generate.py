@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import warnings
@@ -218,6 +219,8 @@ def settings() -> dict[str, dict[str, Any]]:
         "min_length": ended | {"min_length": 16},
         "no_repeat_ngram_size": {"no_repeat_ngram_size": 2, "max_new_tokens": 30},
         "bad_words_ids": {"bad_words_ids": [[end], [first, second]], "max_new_tokens": 12},
+        "bad words of a token": {"bad_words_ids": [[end], [first]], "repetition_penalty": 1.2, "max_new_tokens": 12},
+        "sampled and barred": sampled | {"top_k": 1, "min_new_tokens": 5, "eos_token_id": end, "pad_token_id": 7, "suppress_tokens": [first]},
         "suppress_tokens": {"suppress_tokens": greedy()[:3], "max_new_tokens": 12},
         "begin_suppress_tokens": {"begin_suppress_tokens": greedy()[:1], "max_new_tokens": 12},
         "sequence_bias": {"sequence_bias": [[[5], 9.0], [[first, 6], 9.0]], "max_new_tokens": 12},
@@ -233,7 +236,7 @@ def settings() -> dict[str, dict[str, Any]]:
         "epsilon_cutoff": sampled | {"epsilon_cutoff": 0.02},
         "eta_cutoff": sampled | {"eta_cutoff": 0.02},
         "num_return_sequences": sampled | {"num_return_sequences": 2, "typical_p": 0.99, "temperature": 2.0},
-        "sampled and processed": sampled | {"top_k": 20, "top_p": 0.9, "min_new_tokens": 4, "eos_token_id": end, "pad_token_id": 7},
+        "sampled and processed": sampled | {"top_k": 20, "typical_p": 0.9, "min_new_tokens": 4, "eos_token_id": end, "pad_token_id": 7},
     }  # fmt: skip
 
 
@@ -241,7 +244,7 @@ NAMES = [
     "max_new_tokens", "max_length", "no length", "eos_token_id", "min_new_tokens", "min_length", "no_repeat_ngram_size", "bad_words_ids",
     "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "repetition_penalty", "repetition_penalty of padding", "forced_eos_token_id",
     "exponential_decay_length_penalty", "logits_processor", "stopping_criteria", "stop_strings", "cache_implementation", "typical_p",
-    "epsilon_cutoff", "eta_cutoff", "num_return_sequences", "sampled and processed",
+    "epsilon_cutoff", "eta_cutoff", "num_return_sequences", "sampled and processed", "bad words of a token", "sampled and barred",
 ]  # fmt: skip
 
 
@@ -259,6 +262,23 @@ def test_a_setting_with_a_window(setting: str) -> None:
     asked = settings()[setting] | {"max_new_tokens": 40}  # beyond the window
     want, found = both("Mistral", **asked)
     assert torch.equal(found, want)
+
+
+IN_THE_STEP = {
+    "max_new_tokens", "max_length", "no length", "eos_token_id", "min_new_tokens", "min_length", "suppress_tokens", "begin_suppress_tokens",
+    "repetition_penalty", "repetition_penalty of padding", "cache_implementation", "bad words of a token", "sampled and barred",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", NAMES)
+def test_what_is_part_of_the_step(setting: str) -> None:
+    """The choice is, unless Hugging Face has to make it."""
+    _, made = pair("Llama")
+    inside = []
+    seen = mock.patch("codetta.integrations.loop._Short", side_effect=lambda *_: inside.append(1) or 1 / 0)
+    with seen, contextlib.suppress(ZeroDivisionError):
+        made.generate(**BATCH | settings()[setting])
+    assert bool(inside) == (setting in IN_THE_STEP)
 
 
 def test_settings_are_all_tested() -> None:

@@ -7,8 +7,7 @@ at each step, and on a GPU with the next step under way meanwhile.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +18,7 @@ from codetta.decode import Sent
 from codetta.errors import ArgumentError, Reason
 from codetta.generate import Generator
 from codetta.integrations import caches
-from codetta.sampling import Sampling
+from codetta.integrations.processors import Settings, settings_of
 
 # What a call may bring along for the model, beside tokens and what is None or False.
 KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "tokenizer"}
@@ -155,8 +154,8 @@ def run(call: Call, generator: Generator) -> Any:
     """The answer, in the form that is asked for."""
     fresh = not call.past and call.is_padded_left and call.has_usual_positions
     generator.decoder.hold(call.ids.shape[0], call.longest)
-    sampling = _sampling(call) if fresh else None
-    loop: _Short | _Loop = _Loop(call, generator, fresh) if sampling is None else _Short(call, generator, sampling)
+    settings = _settings(call) if fresh else None
+    loop: _Short | _Loop = _Loop(call, generator, fresh) if settings is None else _Short(call, generator, settings)
     with generator.lock:
         sequences = loop.sequences()
         if call.streamer is not None:
@@ -200,9 +199,9 @@ class _Base:
 class _Short(_Base):
     """The choice in the step itself; the host reads tokens."""
 
-    def __init__(self, call: Call, generator: Generator, sampling: Sampling) -> None:
+    def __init__(self, call: Call, generator: Generator, settings: Settings) -> None:
         super().__init__(call, generator)
-        self.sampling = sampling
+        self.settings = settings
 
     def sequences(self) -> Tensor:
         call, batch = self.call, self.call.ids.shape[0]
@@ -210,7 +209,9 @@ class _Short(_Base):
         pad = 0 if pad is None else int(pad)
         going, made = set(range(batch)), []
         most = [call.tokens] * batch
-        rounds = self.generator.rounds(self.prompts, most, going, self.sampling, self._occurred())
+        rounds = self.generator.rounds(
+            self.prompts, most, going, self.settings.sampling, self._occurred(), self.settings.barred
+        )
         try:
             # Whoever has ended gets padding; so everybody gets as many tokens as the longest.
             for chosen in rounds:
@@ -307,9 +308,8 @@ def _ends(criteria: Any) -> set[int]:
     return {token for each in found for token in each.tolist()}
 
 
-def _sampling(call: Call) -> Sampling | None:
-    """The processors as settings of a step, where they are no others and nobody wants to see scores."""
-    from transformers.generation import logits_process as known
+def _settings(call: Call) -> Settings | None:
+    """How a step chooses, where it can, and nobody wants to see scores."""
     from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
     config = call.config
@@ -317,29 +317,10 @@ def _sampling(call: Call) -> Sampling | None:
         return None
     if not {type(each) for each in call.criteria} <= {EosTokenCriteria, MaxLengthCriteria}:
         return None
-    names = {
-        known.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
-        known.TemperatureLogitsWarper: ("temperature", "temperature"), known.TopKLogitsWarper: ("top_k", "top_k"),
-        known.TopPLogitsWarper: ("top_p", "top_p"), known.MinPLogitsWarper: ("min_p", "min_p"),
-    }  # fmt: skip
-    order, kinds = list(names), [type(each) for each in call.processors]
     if call.is_returned and call.ids.shape[0] > 1 and _ends(call.criteria):
         return None  # whoever has ended leaves padding in the cache
-    if any(kind not in names for kind in kinds) or sorted(set(kinds), key=order.index) != kinds:
-        return None
-    if any(getattr(each, "filter_value", -math.inf) != -math.inf for each in call.processors):
-        return None
-    if any(getattr(each, "prompt_ignore_length", None) for each in call.processors):
-        return None
-    if not config.do_sample and not set(kinds) <= {known.RepetitionPenaltyLogitsProcessor}:
-        return None
-    settings: dict[str, Any] = {}
-    for each in call.processors:
-        name, attribute = names[type(each)]
-        settings[name] = getattr(each, attribute)
-    if config.do_sample:
-        settings = {"temperature": 1.0, "seed": int(torch.randint(2**62, ()))} | settings
-    try:
-        return Sampling(**settings)
-    except ArgumentError:
-        return None
+    vocabulary = call.model.config.get_text_config().vocab_size
+    found = settings_of(call.processors, call.ids.shape[1], vocabulary, bool(config.do_sample))
+    if found is not None and config.do_sample:
+        found.sampling = replace(found.sampling, seed=int(torch.randint(2**62, ())))
+    return found
