@@ -67,7 +67,7 @@ class Kind:
 
 def _zeros(kept: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros in the tensor that is there, for recordings know it by its address."""
-    if kept is not None:
+    if kept is not None and kept.shape == shape:  # the vocabulary may have grown: then recordings are made anew
         return kept.zero_()
     with torch.inference_mode(False):
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -105,6 +105,20 @@ def test_parameters_that_are_replaced() -> None:
     assert generate() == want != before
 
 
+def test_a_vocabulary_that_grows() -> None:
+    made = compiled()
+    asked = alone(PROMPTS[0]) | {
+        "max_new_tokens": 6,
+        "repetition_penalty": 1.2,
+        "suppress_tokens": [7],
+        "do_sample": False,
+    }
+    made.generate(**asked)
+    made.resize_token_embeddings(130, mean_resizing=False)
+    want = copy.deepcopy(made).generate(**asked)
+    assert torch.equal(made.generate(**asked), want) and taken_over(made)
+
+
 # ---- models of other kinds ----------------------------------------------------------------------------------------
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -67,7 +67,7 @@ class _Kept:
         self.said.update(new)
         if new:
             text = "; ".join(new)
-            warnings.warn(f"codetta: generate is Hugging Face's own loop over the plain model ({text})", stacklevel=5)
+            warnings.warn(f"codetta: generate is Hugging Face's own loop over the plain model ({text})", stacklevel=6)
 
     def made(self, compiled: Any) -> Generator | list[Reason]:
         if self.generator is None:
