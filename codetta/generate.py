@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from codetta.decode import Decoder
+from codetta.decode import Decoder, Sent
 from codetta.errors import ArgumentError, CodettaError
 from codetta.options import Options
 from codetta.sampling import Sampling
@@ -47,7 +49,8 @@ class Generator:
             print(piece.text, end="", flush=True)
 
     tokenizer: for prompts and stop strings that are text; without one, prompts are token numbers. context: how many tokens of a
-    sequence are kept, prompt and answer together.
+    sequence are kept, prompt and answer together. Calls from several threads take turns; a stream that another call or stream has
+    overtaken says so.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Generator:
     ) -> None:
         self.decoder, self.tokenizer = Decoder(model, context, options), tokenizer
         self._streams = 0  # that have begun
+        self.lock = threading.RLock()  # whoever holds it has the decoder to himself
         self.ends = _ends(model)  # tokens behind which there is nothing more to say
 
     def __call__(
@@ -63,11 +67,12 @@ class Generator:
         """The whole answer: one Generated for a prompt, a list of them for several."""
         prompts, alone = self._prompts(prompt)
         made = [Generated(each) for each in prompts]
-        for piece in self._pieces(prompts, tokens, stop, sampling):
-            one = made[piece.sequence]
-            one.tokens.append(piece.token)
-            one.text = None if self.tokenizer is None else (one.text or "") + piece.text
-            one.reason = piece.reason
+        with self.lock:
+            for piece in self._pieces(prompts, tokens, stop, sampling):
+                one = made[piece.sequence]
+                one.tokens.append(piece.token)
+                one.text = None if self.tokenizer is None else (one.text or "") + piece.text
+                one.reason = piece.reason
         return made[0] if alone else made
 
     def stream(
@@ -133,19 +138,10 @@ class Generator:
         return self._run(prompts, tokens, stops, sampling)
 
     def _run(self, prompts: list[list[int]], tokens: int, stops: list[str], sampling: Sampling) -> Iterator[Piece]:
-        self._streams += 1
-        mine = self._streams
         texts = [Text(self.tokenizer, stops) for _ in prompts]
         going = set(range(len(prompts)))
         most = [min(tokens, self.decoder.context - len(each)) for each in prompts]  # tokens that each can get
-        coming = self.decoder.begin(prompts, sampling)
-        for number in range(1, tokens + 1):
-            # The device goes on while the host reads. Where what it reads is the end of all, the step was for nothing and does no harm:
-            # nobody hears it, a place without room is the last one again, and the next call's prompts set tokens and places anew.
-            # The first token waits for nothing: the first step may have to be compiled.
-            wanted = self.decoder.ahead and number > 1 and any(number < most[at] for at in going)
-            ahead = self.decoder.turn() if wanted else None
-            chosen = coming.read()
+        for number, chosen in enumerate(self.rounds(prompts, most, going, sampling), 1):
             for at in sorted(going):
                 token = chosen[at]
                 reason = self._reason(token, number, tokens, len(prompts[at]))
@@ -154,13 +150,35 @@ class Generator:
                 if reason is not None:
                     going.discard(at)
                 yield Piece(at, token, text, reason)
+
+    def rounds(
+        self, prompts: list[list[int]], most: list[int], going: set[int], sampling: Sampling,
+        occurred: list[list[int]] | None = None, barred: dict[int, int] | None = None,
+    ) -> Iterator[list[int]]:  # fmt: skip
+        """What each step chose, for every sequence, until nobody is left in `going`, which the caller empties. Sequences that are not in
+        it go on unheard. most: how many tokens each can get. occurred, barred: as for `Decoder.begin`."""
+        with self.lock:
+            self._streams += 1
+            mine = self._streams
+            coming = self.decoder.begin(prompts, sampling, occurred, barred)
+            chosen = coming.read()  # waits for nothing else: the first step may have to be compiled
+            ahead: Sent | None = None
+        for number in itertools.count(2):
+            yield chosen
             if not going:
                 return
-            if mine != self._streams:
-                raise CodettaError(
-                    "another stream of this Generator has begun: make one for each that run side by side"
-                )
-            coming = ahead or self.decoder.turn()
+            with self.lock:
+                if mine != self._streams:
+                    raise CodettaError(
+                        "another stream of this Generator has begun: make one for each that run side by side"
+                    )
+                coming = ahead or self.decoder.turn()
+                # The device goes on while the host reads. Where what it reads is the end of all, the step was for nothing and does no
+                # harm: nobody hears it, a place without room is the last one again, and the next call's prompts set tokens and places
+                # anew.
+                wanted = self.decoder.ahead and any(number < most[at] for at in going)
+                ahead = self.decoder.turn() if wanted else None
+                chosen = coming.read()
 
     def _reason(self, token: int, made: int, wanted: int, prompt: int) -> str | None:
         if token in self.ends:

