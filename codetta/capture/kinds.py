@@ -95,6 +95,29 @@ def is_size_of_inputs(each: fx.Node) -> bool:
     return each.op == "call_function" and isinstance(value, torch.SymInt) and not free_unbacked_symbols(value)
 
 
+# Operands that PyTorch's kernels want to be of one type, which tracing does not look at.
+_OF_ONE_TYPE = {
+    "aten.mm": (0, 1), "aten.addmm": (0, 1, 2), "aten.bmm": (0, 1), "aten.baddbmm": (0, 1, 2), "codetta.linear_loss": (0, 1, 3),
+    "codetta.linear_losses": (0, 1, 3),
+}  # fmt: skip
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def is_refused(each: fx.Node) -> bool:
+    """Whether PyTorch's kernel refuses the operator for the types of its operands."""
+    packet = packet_of(each)
+    if packet is aten.native_layer_norm:  # parameters are of its input's type, or in full precision
+        x, *parameters = (_type(each.args[at]) for at in (0, 2, 3))
+        return any(own not in (None, x) and (x not in _HALVES or own != torch.float32) for own in parameters)
+    types = {_type(each.args[at]) for at in _OF_ONE_TYPE.get(str(packet), ())}
+    return len(types - {None}) > 1
+
+
+def _type(arg: Any) -> torch.dtype | None:
+    value = arg.meta.get("val") if isinstance(arg, fx.Node) else None
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
 def is_tangent(each: fx.Node) -> bool:
     """A gradient that comes with the call, when all results have been handed out."""
     return each.op == "placeholder" and each.name.startswith("tangents")

@@ -21,6 +21,7 @@ from codetta.capture.kinds import is_effect, is_view
 from codetta.capture.loss import Spared, loss_takes_the_head
 from codetta.compiler import compile_graph, compile_joint
 from codetta.errors import ArgumentError
+from codetta.integrations.contain import contained
 from codetta.integrations.joint import called, two_graphs
 from codetta.integrations.logits import with_logits
 from codetta.ir.view import hint
@@ -156,9 +157,12 @@ class Backend:
         self.graphs = 0  # that were handed over
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.graphs += 1
+        return contained(module, inputs, self._compiled)
+
+    def _compiled(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from torch._dynamo.backends.common import aot_autograd
 
-        self.graphs += 1
         training = torch.is_grad_enabled() and _needs_gradients(module, inputs)
         stays_whole(module, training)
         spared: list[Spared] = []

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from codetta.capture.kinds import is_tangent
+from codetta.capture.kinds import is_effect, is_tangent
+from codetta.errors import stage
 from codetta.runtime.constants import Constants
 from codetta.runtime.writer import CompileRegion, Line, Writer, function
 from codetta.stat import Stat
@@ -33,9 +34,11 @@ class Executor:
         result = writer.spell(writer.output.args[0])
         self.source = function("plan", arguments, writer.beginning() + lines, result, keep=set(inputs))
         self._function = _compiled(self.source, "plan", writer)
+        self.running = Running(plan)
 
     def __call__(self, *inputs: Any) -> Any:
-        return self._function(self.constants.fresh(inputs), *inputs)
+        with self.running:
+            return self._function(self.constants.fresh(inputs), *inputs)
 
 
 class Training:
@@ -61,6 +64,7 @@ class Training:
         self.sizes = [name for name in carried if name in ints]
         self.tensors = [name for name in carried if name not in ints]
         self._write(first, again + second, gradients.text)
+        self.running = Running(plan)
 
     def _write(self, first: list[Line], second: list[Line], gradients: str) -> None:
         writer = self.writer
@@ -88,11 +92,25 @@ class Training:
 
     def forward(self, *inputs: Any) -> Any:
         """The results, then what is carried over: tensors, then sizes."""
-        return self._forward(self.constants.fresh(inputs), *inputs)
+        with self.running:
+            return self._forward(self.constants.fresh(inputs), *inputs)
 
     def backward(self, args: list[Any]) -> Any:
         """Given sizes, tensors and tangents, in a list that is emptied, so that each can go as soon as it has been used."""
         return self._backward(args)
+
+
+class Running(stage):
+    """A call of a plan. What fails in it may be done over by others, if the plan writes to nothing that was there before."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("a call of the plan")
+        self.again = not any(is_effect(each) for each in plan.graph.nodes.nodes)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            error.codetta_again = self.again  # type: ignore[attr-defined]
+            super().__exit__(kind, error, traceback)
 
 
 class _Unfinished:
