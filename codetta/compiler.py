@@ -26,13 +26,13 @@ from codetta.capture.appends import rows_are_appended
 from codetta.capture.attention import heads_are_shared
 from codetta.capture.embedding import embedding_adds_up
 from codetta.capture.inner_products import inner_product_passes
-from codetta.capture.kinds import is_refused
+from codetta.capture.kinds import is_refused, results_keep_apart
 from codetta.capture.paddings import paddings_join
 from codetta.capture.repeats import without_repeats
 from codetta.capture.sums import sums_of_products_join
 from codetta.capture.weight_gradients import gradients_look_again, row_scale_crosses
 from codetta.dispatch import debug_level, why_never
-from codetta.errors import Reason, RefusedByPyTorch, stage
+from codetta.errors import Reason, RefusedByPyTorchError
 from codetta.ir.view import hint
 from codetta.options import Options
 from codetta.partition import PartitionError, partition
@@ -110,7 +110,8 @@ def plan_of(
     """capture, rewrite, partition, until every program is one that a backend can run; the rest stays with the graph."""
     graph, parameters = module.graph, list(parameters)
     if any(is_refused(each) for each in graph.nodes):
-        raise RefusedByPyTorch
+        raise RefusedByPyTorchError
+    results_keep_apart(graph)
     left: dict[fx.Node, Reason] = {}
     without_repeats(graph)
     rows_are_appended(graph)

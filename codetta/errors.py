@@ -50,7 +50,7 @@ class Reason:
         return f"{self.rule}: {self.detail}"
 
 
-class stage:
+class Stage:
     """A part of a compilation, by name: an exception that leaves it knows where it was raised (`stage_of`)."""
 
     def __init__(self, name: str) -> None:
@@ -70,5 +70,5 @@ def stage_of(error: BaseException) -> str | None:
     return found
 
 
-class RefusedByPyTorch(Exception):
+class RefusedByPyTorchError(Exception):
     """A graph that PyTorch's own operators refuse when they run, though tracing lets it pass: they are to say so themselves."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from zoo import ZOO, outputs
 

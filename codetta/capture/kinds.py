@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,9 @@ _VIEWS = {
     aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.chunk, aten.unbind, aten.alias, aten.detach, aten.sym_size,
     aten.as_strided,
 }  # fmt: skip
+
+
+MEMORY = "memory"  # of the graph's results, noted at its output
 
 
 def packet_of(each: fx.Node) -> Any:
@@ -34,6 +38,27 @@ def origin(each: fx.Node) -> fx.Node:
     while is_view(each) and each.args and isinstance(each.args[0], fx.Node):
         each = each.args[0]
     return each
+
+
+def memory_of(each: fx.Node, copies: bool = False) -> fx.Node:
+    """The operator that made the memory that a tensor lies in, one view further back; copies: these are passed over as well."""
+    if not each.args or not isinstance(each.args[0], fx.Node):
+        return each
+    viewed = packet_of(each.args[0] if each.target is operator.getitem else each)
+    return each.args[0] if viewed in _VIEWS or (copies and viewed is aten.clone) else each
+
+
+def owner_of(each: fx.Node) -> fx.Node:
+    """The operator that made the memory that a tensor lies in."""
+    while (source := memory_of(each)) is not each:
+        each = source
+    return each
+
+
+def results_keep_apart(graph: fx.Graph) -> None:
+    """Note which results lie in memory of their own, before anything is changed: whoever writes to one must not write to others."""
+    (output,) = graph.find_nodes(op="output")
+    output.meta[MEMORY] = [owner_of(each).name if isinstance(each, fx.Node) else "" for each in output.args[0]]
 
 
 def is_call(each: fx.Node) -> bool:

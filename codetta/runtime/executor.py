@@ -6,6 +6,7 @@ first has carried over to it: tensors and sizes. What costs nothing to have agai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from codetta.capture.kinds import is_effect, is_tangent
-from codetta.errors import stage
+from codetta.errors import Stage
 from codetta.runtime.constants import Constants
 from codetta.runtime.writer import CompileRegion, Line, Writer, function
 from codetta.stat import Stat
@@ -31,7 +32,7 @@ class Executor:
         lines = writer.lines(plan.steps)
         inputs = [writer.variable(each) for each in placeholders]
         arguments = ", ".join(["made", *inputs])
-        result = writer.spell(writer.output.args[0])
+        result = tuple_of(writer.results(end=len(writer.output.args[0])))
         self.source = function("plan", arguments, writer.beginning() + lines, result, keep=set(inputs))
         self._function = _compiled(self.source, "plan", writer)
         self.running = Running(plan)
@@ -56,7 +57,7 @@ class Training:
         first = writer.beginning() + first
         returned = list(writer.output.args[0])
         self.results, self.gradients = returned[:outputs], returned[outputs:]
-        gradients = Line(writer.spell(self.gradients))
+        gradients = Line(tuple_of(writer.results(outputs)))
         known = {writer.variable(each) for each in self.tangents}
         assert not any(line.uses & known for line in first), "results wait for gradients"
         again, carried = _carried([*second, gradients], first, known)
@@ -73,8 +74,8 @@ class Training:
         leaving = [f"{name}.partials" if name in stats else name for name in self.tensors]
         # How many columns each partial stands for is decided where it is made.
         widths = f"torch.tensor([{', '.join(f'{name}.width' for name in stats)}], dtype=torch.int64)"
-        results = [writer.spell(each) for each in self.results]
-        text = f"({', '.join([*results, widths, *leaving, *self.sizes])},)"
+        results = writer.results(end=len(self.results), differentiated=True)
+        text = tuple_of([*results, widths, *leaving, *self.sizes])
         self.forward_source = function("forward", ", ".join(["made", *inputs]), first, text, keep=set(inputs))
         arriving = [*self.sizes, "widths", *self.tensors, *(writer.variable(each) for each in self.tangents)]
         opening = [Line(f"{', '.join(arriving)}, = args"), Line("args.clear()")]
@@ -100,7 +101,7 @@ class Training:
         return self._backward(args)
 
 
-class Running(stage):
+class Running(Stage):
     """A call of a plan. What fails in it may be done over by others, if the plan writes to nothing that was there before."""
 
     def __init__(self, plan: Plan) -> None:
@@ -123,8 +124,12 @@ class _Unfinished:
         return Stat(partials, self.how, int(width), self.total)
 
 
+def tuple_of(texts: list[str]) -> str:
+    return f"({', '.join(texts)}{',' if texts else ''})"
+
+
 def _is_size(each: fx.Node) -> bool:
-    return isinstance(each.meta.get("val"), torch.SymInt | int)
+    return isinstance(each.meta.get("val"), torch.SymInt | torch.SymFloat | int | float)
 
 
 def _carried(second: list[Line], first: list[Line], known: set[str]) -> tuple[list[Line], list[str]]:
@@ -141,7 +146,7 @@ def _carried(second: list[Line], first: list[Line], known: set[str]) -> tuple[li
 
 
 def _compiled(source: str, name: str, writer: Writer) -> Callable[..., Any]:
-    scope: dict[str, Any] = {"c": writer.objects, "torch": torch}
+    scope: dict[str, Any] = {"c": writer.objects, "torch": torch, "math": math}
     exec(compile(source, f"<codetta {name}>", "exec"), scope)
     found: Callable[..., Any] = scope[name]
     return found
