@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from codetta.errors import ArgumentError
@@ -41,3 +42,11 @@ class Options:
             value = getattr(self, name)
             if value not in known:
                 raise ArgumentError(name, f"is {value!r}", f"pass one of {', '.join(known)}")
+
+
+def debug_level() -> int:
+    """CODETTA_DEBUG: 1 programs and backends, 2 laws and refusals, 3 plans, 4 generated source."""
+    text = os.environ.get("CODETTA_DEBUG", "") or "0"
+    if not text.isdecimal():
+        raise ArgumentError("CODETTA_DEBUG", f"is {text!r}", "set it to a number from 0 to 4")
+    return int(text)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from codetta.dispatch import debug_level
-from codetta.errors import CheckError, RefusedByPyTorchError, stage_of
+from codetta.errors import CheckError, RefusedByPyTorchError, Stage, stage_of
+from codetta.options import debug_level
 
 Function = Callable[..., Any]
 
@@ -35,6 +35,19 @@ def contained(module: fx.GraphModule, inputs: Sequence[Any], compile: Function) 
     return by_others(plain, inputs)
 
 
+def contained_region(region: fx.GraphModule, compile: Function) -> Function | None:
+    """`compile(region)`; None, for its operators one by one, if that fails."""
+    try:
+        with Stage("region compilation"):
+            found: Function | None = compile(region)
+    except Exception as error:
+        if not is_contained(error):
+            raise
+        warn(error, "these operators run one by one")
+        return None
+    return found
+
+
 def by_others(module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
     """Inductor, or PyTorch's operators one by one."""
     from torch._inductor.compile_fx import compile_fx
@@ -45,7 +58,7 @@ def by_others(module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
         if isinstance(error, torch.OutOfMemoryError) or _is_of_dynamo(error):
             raise
         return module.forward
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 class Contained:
@@ -109,4 +122,4 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     for mine, theirs in zip(found.graph.nodes, module.graph.nodes, strict=True):
         if theirs.op == "placeholder" and hasattr(theirs, "_dynamo_source"):
             mine._dynamo_source = theirs._dynamo_source
-    return found  # type: ignore[no-any-return]
+    return found

@@ -20,8 +20,8 @@ from codetta.capture.attention import stays_whole
 from codetta.capture.kinds import is_effect, is_view
 from codetta.capture.loss import Spared, loss_takes_the_head
 from codetta.compiler import compile_graph, compile_joint
-from codetta.errors import ArgumentError
-from codetta.integrations.contain import contained
+from codetta.errors import ArgumentError, Stage
+from codetta.integrations.contain import contained, contained_region
 from codetta.integrations.joint import called, two_graphs
 from codetta.integrations.logits import with_logits
 from codetta.ir.view import hint
@@ -164,11 +164,12 @@ class Backend:
         from torch._dynamo.backends.common import aot_autograd
 
         training = torch.is_grad_enabled() and _needs_gradients(module, inputs)
-        stays_whole(module, training)
         spared: list[Spared] = []
-        if self.options.numerics != "strict":
-            lazy, recompute = training and self.options.logits == "lazy", self.options.memory == "less"
-            spared = loss_takes_the_head(module, lazy, recompute)
+        with Stage("rewriting"):
+            stays_whole(module, training)
+            if self.options.numerics != "strict":
+                lazy, recompute = training and self.options.logits == "lazy", self.options.memory == "less"
+                spared = loss_takes_the_head(module, lazy, recompute)
         compiled = aot_autograd(
             fw_compiler=lambda module, inputs: called(module),
             bw_compiler=_boxed,
@@ -200,7 +201,8 @@ class Backend:
         return two_graphs(training)
 
     def _takes(self) -> CompileRegion | None:
-        return {"auto": _where_it_pays, "inductor": by_inductor, "graph": None}[self.options.leftover]
+        compile_region = {"auto": _where_it_pays, "inductor": by_inductor, "graph": None}[self.options.leftover]
+        return None if compile_region is None else lambda region: contained_region(region, compile_region)
 
 
 def _boxed(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
