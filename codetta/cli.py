@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.syntax import Syntax
 from rich.table import Table
 
+import codetta
 from codetta import cli_generate, dispatch
 from codetta import cli_models as models
 from codetta.bench import demo as demo_module
@@ -51,6 +52,20 @@ bench_app = typer.Typer(help="Measure, with the baselines in the same run.", no_
 app.add_typer(bench_app, name="bench")
 models.add_to(app)
 cli_generate.add_to(app)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"codetta {codetta.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
+) -> None:
+    """GEMM-epilogue programs: one matrix product and everything that follows it, in one kernel."""
+
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N; default: a GPU where there is one.")]
 Only = Annotated[list[str] | None, typer.Option(help="Only this program; may be repeated.")]

@@ -6,7 +6,9 @@ epilogue of each segment (cpu_epilogue.py) and the plan that tells the main loop
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -97,6 +99,7 @@ class Cpu:
         try:
             tools = cpu_build.toolchain()
         except cpu_build.BuildError as error:
+            _say_once(str(error))
             return [Reason("compiler", str(error))]
         if (program, tools) in self._refused:
             return self._refused[program, tools]
@@ -116,6 +119,13 @@ class Cpu:
         if reasons:
             self._refused[program, tools] = reasons
         return reasons
+
+
+@cache
+def _say_once(problem: str) -> None:
+    warnings.warn(
+        f"codetta: {problem}. Until then, everything stays with PyTorch's own kernels.", RuntimeWarning, stacklevel=2
+    )
 
 
 def _kernel(program: Program, library: cpu_build.Library, text: Text) -> Kernel:
