@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from codetta import dispatch
 from codetta.capture import Graph
-from codetta.errors import LoweringError
+from codetta.errors import ArgumentError, LoweringError
 from codetta.ir.view import hint
 from codetta.plan.cost import PARTIAL_COLS
 from codetta.program import Operand
@@ -48,12 +48,13 @@ class Ahead:
         return len(self.builds)
 
     def wait(self, done: Callable[[str], None]) -> None:
-        """Until all are built. Those that no compiler takes say so when they are launched; any other failure is one of ours."""
+        """Until all are built. Those that no compiler takes, or whose stand-ins were wrong, are built when they are launched, or say so
+        then; any other failure is one of ours."""
         for each in as_completed(self.builds):
             done(self.builds[each])
         self.pool.shutdown()
         for each in self.builds:
-            if (error := each.exception()) is not None and not isinstance(error, LoweringError):
+            if (error := each.exception()) is not None and not isinstance(error, LoweringError | ArgumentError):
                 raise error
 
 
