@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
+import codetta
 from codetta import cli_bench, cli_generate, cli_models, dispatch
 from codetta.bench import demo as demo_module
 from codetta.bench.run import DTYPES, device_name, versions
@@ -33,6 +34,19 @@ app = typer.Typer(help="GEMM-epilogue programs: one matrix product and everythin
 cli_bench.add_to(app)
 cli_models.add_to(app)
 cli_generate.add_to(app)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"codetta {codetta.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
+) -> None:
+    """GEMM-epilogue programs: one matrix product and everything that follows it, in one kernel."""
 
 
 # ---- env ---------------------------------------------------------------------------------------------------------

@@ -95,6 +95,9 @@ def _function(place: str, name: str) -> Any:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
+        folder = str(path.resolve().parent)  # as Python does for a script: its neighbours can be imported
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
         spec.loader.exec_module(module)
     else:
         try:

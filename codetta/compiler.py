@@ -26,14 +26,15 @@ from codetta.capture.appends import rows_are_appended
 from codetta.capture.attention import heads_are_shared
 from codetta.capture.embedding import embedding_adds_up
 from codetta.capture.inner_products import inner_product_passes
+from codetta.capture.kinds import is_refused, results_keep_apart
 from codetta.capture.paddings import paddings_join
 from codetta.capture.repeats import whole_slice_vanishes, without_repeats
 from codetta.capture.sums import sums_of_products_join
 from codetta.capture.weight_gradients import gradients_look_again, row_scale_crosses
-from codetta.dispatch import debug_level, why_never
-from codetta.errors import Reason
+from codetta.dispatch import why_never
+from codetta.errors import Reason, RefusedByPyTorchError, Stage
 from codetta.ir.view import hint
-from codetta.options import Options
+from codetta.options import Options, debug_level
 from codetta.partition import PartitionError, partition
 from codetta.phases import one_kernel
 from codetta.progress import bar
@@ -70,10 +71,12 @@ def compile_joint(
 
 def built(plan: Plan, options: Options, write: Callable[[], Written]) -> Written:
     """What is written of a plan, with all its kernels."""
-    kernels = Ahead(plan)
+    with Stage("kernels"):
+        kernels = Ahead(plan)
     # While kernels are built, who compiles regions does that.
-    written = write()
-    with bar("codetta: kernels", len(kernels), options.progress) as advance:
+    with Stage("writing"):
+        written = write()
+    with Stage("kernels"), bar("codetta: kernels", len(kernels), options.progress) as advance:
         kernels.wait(advance)
     show(plan, written.source)
     return written
@@ -87,7 +90,8 @@ def scheduled(plan: Plan, options: Options) -> Plan:
     measured = options.schedule == "auto"
     if not all(cuda_phases.runs_on(device, measured) for device in {step.device for step in launches}):
         return plan
-    found = one_kernel(plan)
+    with Stage("schedule"):
+        found = one_kernel(plan)
     return found if isinstance(found, Plan) else replace(plan, why_chain=found)
 
 
@@ -110,32 +114,30 @@ def plan_of(
 ) -> Plan:
     """capture, rewrite, partition, until every program is one that a backend can run; the rest stays with the graph."""
     graph, parameters = module.graph, list(parameters)
+    if any(is_refused(each) for each in graph.nodes):
+        raise RefusedByPyTorchError
+    with Stage("rewriting"):
+        results_keep_apart(graph)
+        rewritten(graph, parameters, options, outputs is not None)
     left: dict[fx.Node, Reason] = {}
-    whole_slice_vanishes(graph)
-    without_repeats(graph)
-    rows_are_appended(graph)
-    heads_are_shared(graph)
-    if outputs is not None:
-        embedding_adds_up(graph)
-        paddings_join(graph)
-        if options.numerics == "default":
-            sums_of_products_join(graph, parameters)
-        gradients_look_again(graph, parameters)
-        without_repeats(graph)
     laws = [row_scale_commutes] if options.numerics == "default" else []
     while True:
-        captured = capture(graph, parameters, laws, left)
+        with Stage("capture"):
+            captured = capture(graph, parameters, laws, left)
         if laws and outputs is not None:
-            passed = inner_product_passes(captured)
-            left |= passed
-            if row_scale_crosses(captured) or passed:
-                without_repeats(graph)
-                continue
+            with Stage("rewriting"):
+                passed = inner_product_passes(captured)
+                left |= passed
+                if row_scale_crosses(captured) or passed:
+                    without_repeats(graph)
+                    continue
         try:
-            plan = partition(captured, outputs, again=options.memory != "more")
+            with Stage("partition"):
+                plan = partition(captured, outputs, again=options.memory != "more")
             refused = why_never_all(plan)
             if plan.again & set(refused):
-                plan = partition(captured, outputs, again=False)
+                with Stage("partition"):
+                    plan = partition(captured, outputs, again=False)
                 refused = why_never_all(plan)
         except PartitionError as error:
             refused = {error.group.number: error.reason}
@@ -144,6 +146,21 @@ def plan_of(
         # Every round leaves at least one more product to the graph, so this ends.
         for number, reason in refused.items():
             left |= {captured.origin[product]: reason for product in captured.placement.groups[number].products}
+
+
+def rewritten(graph: fx.Graph, parameters: list[fx.Node], options: Options, training: bool) -> None:
+    """Laws on the graph's own operators, before anything is captured; in place."""
+    whole_slice_vanishes(graph)
+    without_repeats(graph)
+    rows_are_appended(graph)
+    heads_are_shared(graph)
+    if training:
+        embedding_adds_up(graph)
+        paddings_join(graph)
+        if options.numerics == "default":
+            sums_of_products_join(graph, parameters)
+        gradients_look_again(graph, parameters)
+        without_repeats(graph)
 
 
 def why_never_all(plan: Plan) -> dict[int, Reason]:
@@ -155,6 +172,6 @@ def why_never_all(plan: Plan) -> dict[int, Reason]:
         step.number: (step.program, step.device, hint(step.rows)) for step in plan.steps if isinstance(step, Launch)
     }
     different = list(dict.fromkeys(calls.values()))
-    with ThreadPoolExecutor() as pool:
+    with Stage("lowering"), ThreadPoolExecutor() as pool:
         reasons = dict(zip(different, pool.map(lambda call: why_never(*call), different), strict=True))
     return {number: reasons[call][0] for number, call in calls.items() if reasons[call]}

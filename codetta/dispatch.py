@@ -4,7 +4,6 @@ back to the reference, out loud, where they cannot.
 
 from __future__ import annotations
 
-import os
 import warnings
 from functools import cache
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from codetta.backends.base import Backend
 from codetta.errors import ArgumentError, LoweringError, Reason
+from codetta.options import debug_level
 from codetta.program import Program
 from codetta.runtime.bind import Binding
 from codetta.stat import Stat
@@ -89,11 +89,6 @@ def load_backend(name: str) -> Backend:
     from codetta.backends.triton import TritonBackend
 
     return TritonBackend()
-
-
-def debug_level() -> int:
-    """CODETTA_DEBUG: 1 programs and backends, 2 laws and refusals, 3 plans, 4 generated source."""
-    return int(os.environ.get("CODETTA_DEBUG", "0") or 0)
 
 
 _said: set[str] = set()

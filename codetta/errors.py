@@ -48,3 +48,27 @@ class Reason:
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.detail}"
+
+
+class Stage:
+    """A part of a compilation, by name: an exception that leaves it knows where it was raised (`stage_of`)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and not hasattr(error, "codetta_stage"):
+            error.codetta_stage = self.name  # type: ignore[attr-defined]
+
+
+def stage_of(error: BaseException) -> str | None:
+    """The innermost stage that the exception was raised in, None for one from outside of all."""
+    found: str | None = getattr(error, "codetta_stage", None)
+    return found
+
+
+class RefusedByPyTorchError(Exception):
+    """A graph that PyTorch's own operators refuse when they run, though tracing lets it pass: they are to say so themselves."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from codetta.errors import ArgumentError
 
@@ -45,3 +48,30 @@ class Options:
             value = getattr(self, name)
             if value not in known:
                 raise ArgumentError(name, f"is {value!r}", f"pass one of {', '.join(known)}")
+
+
+def known() -> list[str]:
+    """The names of all options."""
+    return [each.name for each in fields(Options)]
+
+
+def options_of(given: Options | Mapping[str, Any] | None) -> Options:
+    """Options, or a dictionary of them."""
+    if given is None or isinstance(given, Options):
+        return given or Options()
+    if not isinstance(given, Mapping):
+        raise ArgumentError(
+            "options", f"is a {type(given).__name__}", "pass codetta.Options or a dictionary of its fields"
+        )
+    for name in given:
+        if name not in known():
+            raise ArgumentError("options", f"has {name!r}, which is unknown", f"use {', '.join(known())}")
+    return Options(**given)
+
+
+def debug_level() -> int:
+    """CODETTA_DEBUG: 1 programs and backends, 2 laws and refusals, 3 plans, 4 generated source."""
+    text = os.environ.get("CODETTA_DEBUG", "") or "0"
+    if not text.isdecimal():
+        raise ArgumentError("CODETTA_DEBUG", f"is {text!r}", "set it to a number from 0 to 4")
+    return int(text)

@@ -14,6 +14,8 @@ import tempfile
 import pytest
 import torch
 
+# What fails inside of a compilation is to be seen, and not what others make of the graph instead.
+os.environ["CODETTA_RAISE"] = "1"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -353,3 +353,29 @@ def test_who_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_attention, "_kernel", lambda: None)
     torch.testing.assert_close(how(query, key, value, mask), want)
     assert calls == [1]
+
+
+SHAPES = [  # of queries and of keys and values, which PyTorch repeats over what they do not have
+    ((2, 4, 6, 8), (2, 1, 9, 8)), ((2, 4, 6, 8), (1, 4, 9, 8)), ((2, 1, 6, 8), (2, 4, 9, 8)), ((2, 4, 6, 8), (4, 9, 8)),
+    ((4, 6, 8), (1, 9, 8)), ((2, 3, 4, 6, 8), (2, 3, 1, 9, 8)), ((2, 3, 4, 6, 8), (2, 3, 4, 9, 8)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), SHAPES)
+def test_keys_that_are_broadcast(queries: tuple[int, ...], keys: tuple[int, ...], dynamic: bool) -> None:
+    """Without being told that heads are shared: the gradients of keys and values are summed over whatever they were repeated for."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    given = [torch.randn(shape, requires_grad=True) for shape in (queries, keys, keys)]
+    mask = torch.randn(queries[-2], keys[-2])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+
+    compiled = codetta.compile(attend, dynamic=dynamic)
+    results = [[call(*given), *torch.autograd.grad(call(*given).sin().sum(), given)] for call in (compiled, attend)]
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*given), attend(*given), rtol=1e-4, atol=1e-5)

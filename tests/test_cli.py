@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import codetta
 from codetta import library
 from codetta.bench.run import KernelBench, geometric_means
 from codetta.bench.samples import library_names, sample
@@ -137,6 +138,21 @@ def test_bad_arguments(words: str, message: str) -> None:
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0 and result.output.strip() == f"codetta {codetta.__version__}"
+
+
+def test_a_file_that_imports_its_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbour_of_it.py").write_text("import torch\nlayer = torch.nn.Linear(4, 4)\n")
+    (tmp_path / "built.py").write_text(
+        "import torch\nfrom neighbour_of_it import layer\ndef make():\n    return layer, torch.randn(2, 4)\n"
+    )
+    result = CliRunner().invoke(app, ["explain", f"{tmp_path}/built.py:make"])
+    assert result.exit_code == 0, result.output
 
 
 def test_module_and_last_line() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import codetta as ct
 from codetta import dispatch
-from codetta.backends import cpu_build
+from codetta.backends import cpu, cpu_build
 from codetta.backends.cpu import Cpu
 from codetta.errors import ArgumentError, LoweringError
 from codetta.stat import Stat
@@ -613,3 +613,18 @@ def test_weights_may_change_between_calls() -> None:
         for _ in range(2):
             torch.testing.assert_close(ct.epilogue(relu)(a, w), torch.relu(a @ w.T), rtol=1e-5, atol=1e-5)
             w.mul_(-1.5)
+
+
+def test_no_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise cpu_build.BuildError("no C++ compiler: c++ not found; install one")
+
+    monkeypatch.setattr(cpu_build, "toolchain", missing)
+    cpu._say_once.cache_clear()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+    with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for rows in (2, 3, 4):
+            torch._dynamo.reset()
+            ct.compile(model)(torch.randn(rows, 8))
+    assert len([each for each in said if "no C++ compiler" in str(each.message)]) == 1

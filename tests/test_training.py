@@ -101,22 +101,26 @@ def test_zoo(name: str, dtype: str) -> None:
 )
 @hypothesis.example(Design(bias=True, attention="full", qkv="chunked", rotary="none"))  # a bias that is read in parts
 def test_random_module(by_reference: None, design: Design) -> None:
-    """Any norm, gate, rotation and order; gradients of the input and of every parameter."""
+    """Any norm, gate, rotation and order; gradients of the input and of every parameter. Then for another batch and length, which are
+    symbols by then."""
     note(repr(design))
     torch._dynamo.reset()
-    found = []
-    for compiled, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
-        model, x = design.module(torch.float32).to(dtype), design.tokens(torch.float32).to(dtype).requires_grad_()
-        if compiled:
-            codetta.compile(model, options=codetta.Options(leftover="graph"))
-        loss(model(x)).backward()
-        given_none = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
-        found.append([x.grad, *given_none])
-    # A gradient that is nothing but rounding errors (of attention to a single token) has no relative error.
-    sizes = [each.norm() for each in found[2]]
-    kept = [at for at, size in enumerate(sizes) if size > 1e-6 * max(sizes)]
-    bad = complaints(*([each[at] for at in kept] for each in found), torch.float32)
-    assert not bad, bad
+    dtypes = torch.float32, torch.float32, torch.float64
+    models = [design.module(torch.float32).to(dtype) for dtype in dtypes]
+    codetta.compile(models[0], options=codetta.Options(leftover="graph"))
+    for batch, length in ((design.batch, design.length), (design.batch + 1, design.length + 2)):
+        found = []
+        for model, dtype in zip(models, dtypes, strict=True):
+            x = design.tokens(torch.float32, batch, length).to(dtype).requires_grad_()
+            model.zero_grad()
+            loss(model(x)).backward()
+            given_none = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+            found.append([x.grad, *given_none])
+        # A gradient that is nothing but rounding errors (of attention to a single token) has no relative error.
+        sizes = [each.norm() for each in found[2]]
+        kept = [at for at, size in enumerate(sizes) if size > 1e-6 * max(sizes)]
+        bad = complaints(*([each[at] for at in kept] for each in found), torch.float32)
+        assert not bad, bad
 
 
 def leaves(step: Launch) -> list[str]:

@@ -6,7 +6,9 @@ epilogue of each segment (cpu_epilogue.py) and the plan that tells the main loop
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -100,6 +102,7 @@ class Cpu:
         try:
             tools = cpu_build.toolchain()
         except cpu_build.BuildError as error:
+            _say_once(str(error))
             return [Reason("compiler", str(error))]
         if (program, tools) in self._refused:
             return self._refused[program, tools]
@@ -128,6 +131,13 @@ def _invocation(kernel: Kernel, given: list[int | Tensor]) -> Invocation | None:
     library = kernel.library
     values = [each if isinstance(each, Tensor) else Number(int(each), 8) for each in given]
     return Invocation(library.function, values, library, plan=library.plan)
+
+
+@cache
+def _say_once(problem: str) -> None:
+    warnings.warn(
+        f"codetta: {problem}. Until then, everything stays with PyTorch's own kernels.", RuntimeWarning, stacklevel=2
+    )
 
 
 def _kernel(program: Program, library: cpu_build.Library, text: Text) -> Kernel:

@@ -24,6 +24,7 @@ from codetta.backends import gluon_gemm, triton_gemm
 from codetta.backends.triton_epilogue import DTYPES, operand_integers, store_integers
 from codetta.backends.triton_invocation import invocation
 from codetta.errors import LoweringError, Reason
+from codetta.options import debug_level
 from codetta.plan.choose import FEW, bucket, candidates
 from codetta.plan.target import COPY_ALIGNMENT, Target, device_target, unit_count
 from codetta.plan.tile import STREAM, Tile, alignment_reason
@@ -273,7 +274,7 @@ def _why_not_tensors(program: Program, binding: Binding, tile: Tile) -> list[Rea
 def build(program: Program, tile: Tile, widen: bool = False) -> ModuleType:
     """The generated module, from the cache or written now. Triton compiles and caches the kernel itself."""
     text = source(program, tile, widen)
-    if int(os.environ.get("CODETTA_DEBUG", "0") or 0) >= 4:
+    if debug_level() >= 4:
         print(text)
     return load(text, program.name)
 

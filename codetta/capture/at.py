@@ -192,7 +192,7 @@ class At:
     def cut_table(self, table: Node, frame: Frame) -> Node | None:
         """A part of a table that repeats with the very blocks that are taken apart."""
         leaf = self.graph.leaves[table.attr("name")]
-        if leaf.operand.period != frame.block or leaf.start is not None:
+        if leaf.operand.period != frame.block or leaf.start is not None or list(leaf.order) != sorted(leaf.order):
             return None
         width = frame.block // frame.count
         start = 0 if repeats(leaf.source, width) else frame.index * width

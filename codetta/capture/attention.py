@@ -15,6 +15,7 @@ from torch import fx
 
 import codetta.attention  # noqa: F401 (its operators)
 from codetta.capture.kinds import as_autocast, autocasts, packet_of
+from codetta.ir.view import same
 
 aten, ours = torch.ops.aten, torch.ops.codetta
 OPERATORS = (ours.attention, ours.attention_forward, ours.attention_backward)
@@ -25,11 +26,15 @@ QUERY, KEY, MASK, HOW, GROUPED = -7, -6, -4, -3, -1
 def stays_whole(module: fx.GraphModule, training: bool) -> None:
     """scaled_dot_product_attention(q, k, v, mask)  ->  attention(q, k, v, mask)
 
-    Exact. Before the tracer sees the graph. Refuses dropout, and masks with gradients.
+    Exact. Before the tracer sees the graph. Refuses dropout, masks with gradients, and what is broadcast, but for one head of keys and
+    values: all queries share it.
     """
     casts = autocasts(module)
     for each in module.graph.find_nodes(op="call_function", target=torch._C._nn.scaled_dot_product_attention):
         arguments = _arguments(*each.args, **each.kwargs)
+        if arguments is None:
+            continue
+        arguments = _broadcast(arguments)
         if arguments is None:
             continue
         mask = arguments[MASK].meta.get("example_value") if isinstance(arguments[MASK], fx.Node) else None
@@ -54,6 +59,21 @@ def _arguments(
     if dropout_p != 0.0 or not isinstance(is_causal, bool) or not isinstance(enable_gqa, bool):
         return None
     return query, key, value, attn_mask, is_causal, scale, enable_gqa
+
+
+def _broadcast(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The arguments with all samples and heads spelled out; None where PyTorch repeats others than a single head."""
+    given = [each.meta.get("example_value") if isinstance(each, fx.Node) else None for each in arguments[:MASK]]
+    if not all(isinstance(each, torch.Tensor) and each.dim() >= 2 for each in given):
+        return None
+    query, key, value = (list(each.shape[:-2]) for each in given)  # type: ignore[union-attr]
+    alike = lambda x, y: len(x) == len(y) and all(same(a, b) for a, b in zip(x, y, strict=True))  # noqa: E731
+    if not alike(key, value):
+        return None
+    if alike(query, key) or (arguments[GROUPED] and len(query) == len(key) == 2 and same(query[0], key[0])):
+        return arguments
+    shared = len(query) == len(key) == 2 and same(query[0], key[0]) and same(key[1], 1)
+    return (*arguments[:GROUPED], True) if shared else None
 
 
 def heads_are_shared(graph: fx.Graph) -> None:

@@ -11,7 +11,7 @@ from torch import fx
 from codetta import dsl
 from codetta.capture.at import At, same_factors, shape
 from codetta.capture.graph import FLOATS, Leaf, RefusedError, Value, Weight
-from codetta.capture.kinds import packet_of
+from codetta.capture.kinds import call, packet_of
 from codetta.ir import view as views
 from codetta.ir.graph import Node, Space, node
 from codetta.ir.op import OPS
@@ -187,12 +187,18 @@ def narrow_weight(op: At, name: str, start: int, stop: int) -> str:
 
 
 def cut_leaf(op: At, leaf: Leaf, start: int, stop: int) -> Node | None:
-    if leaf.source not in op.graph.constant:
+    """Columns of a table that has one row; they may be several of its dimensions."""
+    source, graph = leaf.source, op.graph
+    if source not in graph.constant:
         return None
-    with op.graph.nodes.inserting_after(leaf.source):
-        cut = op.graph.nodes.call_function(aten.slice.Tensor, (leaf.source, -1, start, stop))
-    cut.meta["val"] = leaf.source.meta["val"][..., start:stop]
-    op.graph.constant.add(cut)
+    with graph.nodes.inserting_before(source.next):
+        if leaf.order != (len(shape(source)) - 1,):
+            order = [*(at for at in range(len(shape(source))) if at not in leaf.order), *leaf.order]
+            turned = call(graph.nodes, aten.permute.default, source, order)
+            source = call(graph.nodes, aten.reshape.default, turned, [leaf.operand.cols])
+            graph.constant |= {turned, source}
+        cut = call(graph.nodes, aten.slice.Tensor, source, -1, start, stop)
+    graph.constant.add(cut)
     operand = Operand("", leaf.operand.dtype, "none", stop - start)
     return op.leaf_node(cut, operand, (len(shape(cut)) - 1,), stop - start)
 

@@ -41,11 +41,11 @@ class Leaf:
         cols = self.operand.cols
         if self.start is not None:
             tensor = tensor[..., self.start : self.start + cols]
-        if self.operand.rows == "none":
-            return tensor.reshape(-1)
         order = [*(at for at in range(tensor.dim()) if at not in self.order), *self.order]
         if order != sorted(order):
             tensor = tensor.permute(order)
+        if self.operand.rows == "none":
+            return tensor.reshape(-1)
         if tensor.dim() == 2 and tensor.shape[1] == cols:
             return tensor
         return tensor.reshape(-1, cols) if cols else tensor.reshape(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,9 @@ _VIEWS = {
     aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.chunk, aten.unbind, aten.alias, aten.detach, aten.sym_size,
     aten.as_strided,
 }  # fmt: skip
+
+
+MEMORY = "memory"  # of the graph's results, noted at its output
 
 
 def packet_of(each: fx.Node) -> Any:
@@ -34,6 +38,27 @@ def origin(each: fx.Node) -> fx.Node:
     while is_view(each) and each.args and isinstance(each.args[0], fx.Node):
         each = each.args[0]
     return each
+
+
+def memory_of(each: fx.Node, copies: bool = False) -> fx.Node:
+    """The operator that made the memory that a tensor lies in, one view further back; copies: these are passed over as well."""
+    if not each.args or not isinstance(each.args[0], fx.Node):
+        return each
+    viewed = packet_of(each.args[0] if each.target is operator.getitem else each)
+    return each.args[0] if viewed in _VIEWS or (copies and viewed is aten.clone) else each
+
+
+def owner_of(each: fx.Node) -> fx.Node:
+    """The operator that made the memory that a tensor lies in."""
+    while (source := memory_of(each)) is not each:
+        each = source
+    return each
+
+
+def results_keep_apart(graph: fx.Graph) -> None:
+    """Note which results lie in memory of their own, before anything is changed: whoever writes to one must not write to others."""
+    (output,) = graph.find_nodes(op="output")
+    output.meta[MEMORY] = [owner_of(each).name if isinstance(each, fx.Node) else "" for each in output.args[0]]
 
 
 def is_call(each: fx.Node) -> bool:
@@ -93,6 +118,29 @@ def is_size_of_inputs(each: fx.Node) -> bool:
     """A number that follows from the sizes that come with the call, whatever tensor the graph reads it off."""
     value = each.meta.get("val")
     return each.op == "call_function" and isinstance(value, torch.SymInt) and not free_unbacked_symbols(value)
+
+
+# Operands that PyTorch's kernels want to be of one type, which tracing does not look at.
+_OF_ONE_TYPE = {
+    "aten.mm": (0, 1), "aten.addmm": (0, 1, 2), "aten.bmm": (0, 1), "aten.baddbmm": (0, 1, 2), "codetta.linear_loss": (0, 1, 3),
+    "codetta.linear_losses": (0, 1, 3),
+}  # fmt: skip
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def is_refused(each: fx.Node) -> bool:
+    """Whether PyTorch's kernel refuses the operator for the types of its operands."""
+    packet = packet_of(each)
+    if packet is aten.native_layer_norm:  # parameters are of its input's type, or in full precision
+        x, *parameters = (_type(each.args[at]) for at in (0, 2, 3))
+        return any(own not in (None, x) and (x not in _HALVES or own != torch.float32) for own in parameters)
+    types = {_type(each.args[at]) for at in _OF_ONE_TYPE.get(str(packet), ())}
+    return len(types - {None}) > 1
+
+
+def _type(arg: Any) -> torch.dtype | None:
+    value = arg.meta.get("val") if isinstance(arg, fx.Node) else None
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def is_tangent(each: fx.Node) -> bool:

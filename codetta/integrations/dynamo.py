@@ -15,16 +15,18 @@ import torch
 from torch import fx, nn
 from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from codetta.capture.attention import stays_whole
 from codetta.capture.kinds import is_effect, is_view
 from codetta.capture.loss import Spared, loss_takes_the_head
 from codetta.compiler import compile_graph, compile_joint
-from codetta.errors import ArgumentError
+from codetta.errors import ArgumentError, Stage
+from codetta.integrations.contain import contained, contained_region
 from codetta.integrations.joint import called, two_graphs
 from codetta.integrations.logits import with_logits
 from codetta.ir.view import hint
-from codetta.options import Options
+from codetta.options import Options, known, options_of
 from codetta.runtime.executor import Executor, Training
 from codetta.runtime.writer import CompileRegion
 
@@ -32,22 +34,27 @@ Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 
 def compile(
-    model: Compiled, *, options: Options | None = None, dynamic: bool | None = None, backend: Backend | None = None
+    model: Compiled,
+    *,
+    options: Options | dict[str, Any] | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    backend: Backend | None = None,
 ) -> Compiled:
     """The model, rewritten: same module, same parameters, same answers; calls go through GEMM-epilogue programs.
 
     dynamic: True makes the sizes of inputs symbols, so that one compilation serves every batch and length; False compiles for each
     anew. None: the first sizes have code of their own, all others share one.
+    fullgraph: an error where the graph would break, as torch.compile has it.
     backend: one that remembers what it made, for those who want to look at it.
     """
     if not callable(model):
         raise ArgumentError("model", f"is a {type(model).__name__}", "pass an nn.Module or a function of tensors")
-    backend = backend or Backend(options or Options())
-    function = model._call_impl if isinstance(model, nn.Module) else model
-    frame: Any = _Call(function, backend, dynamic) if dynamic is not None else _FirstSizes(function, backend)
+    backend = backend or Backend(options_of(options))
     if not isinstance(model, nn.Module):
+        frame: Any = _frame(model, backend, dynamic, fullgraph)
         return frame
-    model._compiled_call_impl = frame
+    model._compiled_call_impl = _Watched(model, backend, dynamic, fullgraph)
     if hasattr(model, "generation_config"):
         from codetta.integrations.generation import takes_over
 
@@ -59,6 +66,45 @@ def backend_of(model: Any) -> Backend | None:
     """What compiled the model, None for a plain one."""
     found = getattr(getattr(model, "_compiled_call_impl", None), "backend", None)
     return found if isinstance(found, Backend) else None
+
+
+def _frame(
+    function: Callable[..., Any], backend: Backend, dynamic: bool | None, fullgraph: bool
+) -> _Call | _FirstSizes:
+    if dynamic is not None:
+        return _Call(function, backend, dynamic, fullgraph)
+    return _FirstSizes(function, backend, fullgraph)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _Watched:
+    """A module's compiled call, one for each set of hooks that its modules have: Dynamo traces hooks with the rest, and does not look
+    at them again."""
+
+    def __init__(self, model: nn.Module, backend: Backend, dynamic: bool | None, fullgraph: bool) -> None:
+        self.model, self.backend = model, backend
+        self.how = dynamic, fullgraph
+        self.made: dict[tuple[object, ...], _Call | _FirstSizes] = {}
+        self._look()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Every hook has a number of its own; one that is taken away leaves no trace but in the modules.
+        if self.hooks or RemovableHandle.next_id != self.seen:
+            self._look()
+        return self.call(*args, **kwargs)
+
+    def _look(self) -> None:
+        self.seen = RemovableHandle.next_id
+        found = [getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS]
+        found += [vars(each).get(name) for each in self.model.modules() for name in _HOOKS]
+        self.hooks = tuple((at, *numbers) for at, numbers in enumerate(found) if numbers)
+        if self.hooks not in self.made:
+            while len(self.made) > 8:  # not all that ever were, and never the plain one
+                del self.made[next(hooks for hooks in self.made if hooks)]
+            self.made[self.hooks] = _frame(self.model._call_impl, self.backend, *self.how)
+        self.call = self.made[self.hooks]
 
 
 def _own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,10 +127,10 @@ _numbers = itertools.count()
 class _Call:
     """A compiled function and who compiled it, which lies here and not on the module: a copy of the model is a plain one."""
 
-    def __init__(self, function: Callable[..., Any], backend: Backend, dynamic: bool) -> None:
+    def __init__(self, function: Callable[..., Any], backend: Backend, dynamic: bool, fullgraph: bool = False) -> None:
         self.backend = backend
         self.settings = torch._dynamo.config._make_closure_patcher(**_settings())
-        self.call: Any = torch.compile(_own_frame(function), backend=backend, dynamic=dynamic)
+        self.call: Any = torch.compile(_own_frame(function), backend=backend, dynamic=dynamic, fullgraph=fullgraph)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         revert = self.settings()  # `patch` would take as long as all guards of a model
@@ -120,9 +166,9 @@ class _FirstSizes:
 
     MOST = 3
 
-    def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
+    def __init__(self, function: Callable[..., Any], backend: Backend, fullgraph: bool = False) -> None:
         self.backend = backend
-        self.first, self.others = (_Call(function, backend, dynamic) for dynamic in (False, True))
+        self.first, self.others = (_Call(function, backend, dynamic, fullgraph) for dynamic in (False, True))
         self.sizes: list[object] | None = None
         self.made = 0
 
@@ -160,15 +206,19 @@ class Backend:
         self.graphs = 0  # that were handed over
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.graphs += 1
+        return contained(module, inputs, self._compiled)
+
+    def _compiled(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from torch._dynamo.backends.common import aot_autograd
 
-        self.graphs += 1
         training = torch.is_grad_enabled() and _needs_gradients(module, inputs)
-        stays_whole(module, training)
         spared: list[Spared] = []
-        if self.options.numerics != "strict":
-            lazy, recompute = training and self.options.logits == "lazy", self.options.memory == "less"
-            spared = loss_takes_the_head(module, lazy, recompute)
+        with Stage("rewriting"):
+            stays_whole(module, training)
+            if self.options.numerics != "strict":
+                lazy, recompute = training and self.options.logits == "lazy", self.options.memory == "less"
+                spared = loss_takes_the_head(module, lazy, recompute)
         compiled = aot_autograd(
             fw_compiler=lambda module, inputs: called(module),
             bw_compiler=_boxed,
@@ -200,7 +250,8 @@ class Backend:
         return two_graphs(training)
 
     def _takes(self) -> CompileRegion | None:
-        return {"auto": _where_it_pays, "inductor": by_inductor, "graph": None}[self.options.leftover]
+        compile_region = {"auto": _where_it_pays, "inductor": by_inductor, "graph": None}[self.options.leftover]
+        return None if compile_region is None else lambda region: contained_region(region, compile_region)
 
 
 def _boxed(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -214,9 +265,15 @@ def _boxed(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     return run
 
 
-def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """torch.compile(model, backend="codetta")."""
-    return Backend(Options())(module, inputs)
+def backend(
+    module: fx.GraphModule, inputs: list[Any], mode: str | None = None, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """torch.compile(model, backend="codetta"); options: fields of `codetta.Options`, by name."""
+    if mode is not None:
+        raise ArgumentError(
+            "mode", f"is {mode!r}, and codetta has none", f"pass options={{...}} with any of {', '.join(known())}"
+        )
+    return Backend(options_of(options))(module, inputs)
 
 
 def _needs_gradients(module: fx.GraphModule, inputs: list[Any]) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from codetta import dispatch
 from codetta.capture import Graph
+from codetta.errors import ArgumentError, LoweringError
 from codetta.ir.view import hint
 from codetta.plan.cost import PARTIAL_COLS
 from codetta.program import Operand
@@ -47,15 +48,20 @@ class Ahead:
         return len(self.builds)
 
     def wait(self, done: Callable[[str], None]) -> None:
-        """Until all are built; those that fail say so when they are launched."""
+        """Until all are built. Those that no compiler takes, or whose stand-ins were wrong, are built when they are launched, or say so
+        then; any other failure is one of ours."""
         for each in as_completed(self.builds):
             done(self.builds[each])
         self.pool.shutdown()
+        for each in self.builds:
+            if (error := each.exception()) is not None and not isinstance(error, LoweringError | ArgumentError):
+                raise error
 
 
 def _build(graph: Graph, step: Launch) -> None:
     # In a thread of its own: here nobody intercepts the making of tensors, as the tracer does where it waits.
-    dispatch.build(step.program, stand_ins(graph, step), step.device)
+    if hint(step.rows):  # nothing is launched for no rows
+        dispatch.build(step.program, stand_ins(graph, step), step.device)
 
 
 def stand_ins(graph: Graph, step: Launch) -> Binding:

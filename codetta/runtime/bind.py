@@ -58,6 +58,14 @@ def flat_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
+def strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The tensor with these strides; copied only if it has others, in a dimension where it matters."""
+    own = tensor.stride()
+    if own == strides or all(size == 1 or x == y for size, x, y in zip(tensor.shape, own, strides, strict=True)):
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def check_tensor(name: str, value: object, device: torch.device) -> Tensor:
     if not isinstance(value, Tensor):
         raise ArgumentError(name, f"expected a tensor, got {type(value).__name__}", "pass a torch.Tensor")

@@ -9,6 +9,7 @@ memory again, and then no address has to be filled in.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from codetta.runtime.bind import strided
 from codetta.runtime.function import VARIABLE, last_uses
 from codetta.runtime.invocation import Address
 from codetta.runtime.launcher import Launches, library
@@ -70,7 +72,7 @@ class Bound:
         self._read = _read_by_address(tape)
         self.source = self._written(tape)
         scope: dict[str, Any] = {
-            "c": tape.function.objects, "k": self._constants, "torch": torch, "Stat": Stat, "strided": strided, "launch": self.launches,
+            "c": tape.function.objects, "k": self._constants, "torch": torch, "math": math, "Stat": Stat, "strided": strided, "launch": self.launches,
             "views": self._views, "device": self.device, "stream": _stream(self.device), "empty": torch.empty_strided,
         }  # fmt: skip
         exec(compile(self.source, "<codetta bound>", "exec"), scope)
@@ -103,8 +105,8 @@ class Bound:
     def _anchor(self, root: int) -> str:
         return self.roots[root].name or f"v__own{root}"
 
-    def _spelled(self, value: Recorded) -> str:
-        """The value, made of what the function has."""
+    def _spelled(self, value: Recorded, returned: bool = False) -> str:
+        """The value, made of what the function has. returned: it is no view, or nobody could write to it where gradients are needed."""
         match value:
             case Local():
                 return value.name
@@ -125,7 +127,8 @@ class Bound:
         if not value.offset and (tuple(like.size()), tuple(like.stride())) == (value.size, value.stride):
             return name
         begin = value.offset // value.dtype.itemsize
-        return f"{name}.as_strided({value.size}, {value.stride}, {name}.storage_offset() + {begin})"
+        view = f"{name}.as_strided({value.size}, {value.stride}, {name}.storage_offset() + {begin})"
+        return f"{view}.detach()" if returned else view
 
     def _geometry(self, root: int) -> Tensor:
         return self._own[root] if root in self._own else self.roots[root].like
@@ -213,7 +216,7 @@ class Bound:
             for ref in _refs(value):
                 room(ref.root)
         flush()
-        results = [self._spelled(value) for value in tape.results]
+        results = [self._spelled(value, returned=True) for value in tape.results]
         lines.append(_Text("s = stream()"))
         if self.offsets:
             lines.append(_Text(f"w = empty(({max(self.bytes, 1)},), (1,), dtype=torch.uint8, device=device)"))
@@ -302,13 +305,6 @@ def packed(roots: Sequence[Root]) -> tuple[list[int], int]:
         offsets[root.number] = at
         placed.append((root, at, at + size))
     return [offsets[root.number] for root in roots], max((end for _, _, end in placed), default=0)
-
-
-def strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The tensor with these strides; copied only if it has others."""
-    if tensor.stride() == strides:
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _refs(value: Recorded) -> list[Ref]:

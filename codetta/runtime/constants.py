@@ -90,9 +90,7 @@ class _Parameters:
             case "load":
                 leaf = self.graph.leaves[value.attr("name")]
                 tensor = self.tensor(leaf.source)
-                if leaf.start is not None:
-                    tensor = tensor[..., leaf.start : leaf.start + leaf.operand.cols]
-                flat = tensor.reshape(-1).to(compute_dtype(tensor.dtype))
+                flat = leaf.matrix(tensor).reshape(-1).to(compute_dtype(tensor.dtype))
                 if not value.space.cols:
                     return flat.reshape(())
                 return flat.repeat(value.space.cols // flat.numel())

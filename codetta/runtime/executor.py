@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from codetta.capture.kinds import is_effect, is_tangent, origin
+from codetta.errors import Stage
 from codetta.runtime.bindings import Bindings
 from codetta.runtime.constants import Constants
 from codetta.runtime.function import Function, Line
@@ -33,14 +34,14 @@ class Executor:
         lasting: Collection[fx.Node] = (),
         graphs: bool = False,
     ) -> None:
-        self.plan = plan
+        self.plan, self.running = plan, Running(plan)
         placeholders = plan.graph.nodes.find_nodes(op="placeholder")
         self.constants = Constants(plan.graph, placeholders)
         writer = Writer(plan, self.constants, compile_region)
         lines = writer.lines(plan.steps)
         inputs = [writer.variable(each) for each in placeholders]
-        results = [writer.spell(each) for each in writer.output.args[0]]
-        function = Function("plan", ["made", *inputs], writer.beginning() + lines, results, writer.objects)
+        handing, results = writer.results(end=len(writer.output.args[0]))
+        function = Function("plan", ["made", *inputs], [*writer.beginning(), *lines, *handing], results, writer.objects)
         varying = [writer.variable(each) for each in placeholders if each not in lasting]
         self.source = function.source
         policy = [FRESH] * len(results) if graphs else []
@@ -49,7 +50,8 @@ class Executor:
         )
 
     def __call__(self, *inputs: Any) -> Any:
-        return self.bindings([self.constants.fresh(inputs), *inputs])
+        with self.running:
+            return self.bindings([self.constants.fresh(inputs), *inputs])
 
 
 class Training:
@@ -63,7 +65,7 @@ class Training:
         lasting: Collection[fx.Node] = (),
         graphs: bool = False,
     ) -> None:
-        self.plan = plan
+        self.plan, self.running = plan, Running(plan)
         placeholders = plan.graph.nodes.find_nodes(op="placeholder")
         self.primals = [each for each in placeholders if not is_tangent(each)]
         self.tangents = [each for each in placeholders if is_tangent(each)]
@@ -74,25 +76,28 @@ class Training:
         first = writer.beginning() + first
         returned = list(writer.output.args[0])
         self.results, self.gradients = returned[:outputs], returned[outputs:]
-        gradients = Line(writer.spell(self.gradients))
+        last, gradients = writer.results(outputs)
+        second += last
         known = {writer.variable(each) for each in self.tangents}
         assert not any(line.uses & known for line in first), "results wait for gradients"
-        again, carried = _carried([*second, gradients], first, known)
+        again, carried = _carried([*second, Line(", ".join(gradients))], first, known)
         ints = {writer.variable(each) for each in plan.graph.nodes.nodes if _is_size(each)}
         self.sizes = [name for name in carried if name in ints]
         self.tensors = [name for name in carried if name not in ints]
-        self._write(first, again + second, lasting, graphs)
+        self._write(first, again + second, gradients, lasting, graphs)
 
-    def _write(self, first: list[Line], second: list[Line], lasting: Collection[fx.Node], graphs: bool) -> None:
+    def _write(
+        self, first: list[Line], second: list[Line], gradients: list[str], lasting: Collection[fx.Node], graphs: bool
+    ) -> None:
         writer, device = self.writer, _device(self.plan)
         inputs = [writer.variable(each) for each in self.primals]
         stats = [name for name in self.tensors if name in writer.stats.values()]
         leaving = [f"{name}.partials" if name in stats else name for name in self.tensors]
         # How many columns each partial stands for is decided where it is made.
         widths = f"torch.tensor([{', '.join(f'{name}.width' for name in stats)}], dtype=torch.int64)"
-        results = [writer.spell(each) for each in self.results]
+        handing, results = writer.results(end=len(self.results), differentiated=True)
         forward = Function(
-            "forward", ["made", *inputs], [*first, Line(widths, "widths", kind="fixed")], [*results, "widths", *leaving, *self.sizes],
+            "forward", ["made", *inputs], [*first, *handing, Line(widths, "widths", kind="fixed")], [*results, "widths", *leaving, *self.sizes],
             writer.objects,
         )  # fmt: skip
         tangents = [writer.variable(each) for each in self.tangents]
@@ -103,7 +108,7 @@ class Training:
             made = writer.object(_Unfinished(sink.op[4:], sink.args[0].space.cols))
             opening.append(Line(f"{made}({name}_partials, widths[{at}])", name, kind="view"))
         backward = Function(
-            "backward", [*self.sizes, "widths", *arriving, *tangents], opening + second, list(map(writer.spell, self.gradients)),
+            "backward", [*self.sizes, "widths", *arriving, *tangents], opening + second, gradients,
             writer.objects,
         )  # fmt: skip
         self.source = f"{forward.source}\n\n{backward.source}"
@@ -118,11 +123,25 @@ class Training:
 
     def forward(self, *inputs: Any) -> Any:
         """The results, then what is carried over: tensors, then sizes."""
-        return self.first([self.constants.fresh(inputs), *inputs])
+        with self.running:
+            return self.first([self.constants.fresh(inputs), *inputs])
 
     def backward(self, args: list[Any]) -> Any:
         """Given sizes, tensors and tangents, in a list that is emptied, so that each can go as soon as it has been used."""
         return self.second(args)
+
+
+class Running(Stage):
+    """A call of a plan. What fails in it may be done over by others, if the plan writes to nothing that was there before."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("a call of the plan")
+        self.again = not any(is_effect(each) for each in plan.graph.nodes.nodes)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            error.codetta_again = self.again  # type: ignore[attr-defined]
+            super().__exit__(kind, error, traceback)
 
 
 class _Unfinished:
@@ -151,7 +170,7 @@ def _device(plan: Plan) -> torch.device | None:
 
 
 def _is_size(each: fx.Node) -> bool:
-    return isinstance(each.meta.get("val"), torch.SymInt | int)
+    return isinstance(each.meta.get("val"), torch.SymInt | torch.SymFloat | int | float)
 
 
 def _carried(second: list[Line], first: list[Line], known: set[str]) -> tuple[list[Line], list[str]]:

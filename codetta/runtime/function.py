@@ -6,6 +6,7 @@ called with (bound.py).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class Function:
 
     def compiled(self) -> Callable[[list[Any]], tuple[Any, ...]]:
         """The text as something to call."""
-        scope: dict[str, Any] = {"c": self.objects, "torch": torch}
+        scope: dict[str, Any] = {"c": self.objects, "torch": torch, "math": math}
         exec(compile(self.source, f"<codetta {self.name}>", "exec"), scope)
         found: Callable[[list[Any]], tuple[Any, ...]] = scope[self.name]
         return found

@@ -55,4 +55,7 @@ def state_of(parameter: Tensor) -> tuple[object, ...]:
     if parameter.device.type != "cpu" or not parameter.numel():
         return state
     flat = parameter.detach().reshape(-1)
-    return (*state, float(flat[:: max(1, flat.numel() // 64)].sum()))
+    some = flat[:: max(1, flat.numel() // 64)]
+    if some.is_complex():
+        some = torch.view_as_real(some.resolve_conj())
+    return (*state, float(some.double().sum()))

@@ -7,6 +7,7 @@ and the results of other lines.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -128,7 +129,12 @@ class Tape:
         """The function's results for these arguments, in a list that is emptied."""
         function = self.function
         objects = [self._launched if each is self.launch else each for each in function.objects]
-        scope: dict[str, Any] = {"c": objects, "torch": torch, **dict(zip(function.arguments, args, strict=True))}
+        scope: dict[str, Any] = {
+            "c": objects,
+            "torch": torch,
+            "math": math,
+            **dict(zip(function.arguments, args, strict=True)),
+        }
         args.clear()
         for name in function.arguments:
             self._given(name, scope[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -11,10 +12,20 @@ from torch import Tensor, fx
 
 from codetta.attention import Attention
 from codetta.capture.attention import HOW, OPERATORS
-from codetta.capture.kinds import is_call, is_effect, is_size_of_inputs, is_view, origin, packet_of
+from codetta.capture.kinds import (
+    MEMORY,
+    is_effect,
+    is_size_of_inputs,
+    is_tangent,
+    is_view,
+    memory_of,
+    origin,
+    packet_of,
+)
 from codetta.ir import view as views
 from codetta.ir.graph import Node
 from codetta.ir.op import apply
+from codetta.runtime.bind import strided
 from codetta.runtime.constants import Constants
 from codetta.runtime.function import Line
 from codetta.runtime.launch import launch
@@ -42,6 +53,7 @@ from codetta.steps import (
 aten = torch.ops.aten
 # Who compiles a region that no program covers; None: it is not worth it.
 CompileRegion = Callable[[fx.GraphModule], Callable[..., Any] | None]
+WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 class Writer:
@@ -52,9 +64,11 @@ class Writer:
         self.graph = plan.graph
         self.objects: list[Any] = []
         self.symbols: dict[str, str] = {}  # of sizes: where they come from
+        self.sizes: dict[str, torch.SymInt] = {}  # and what they are
         self.stored: dict[tuple[Node, torch.dtype], str] = {}
         self.stats: dict[Node, str] = {}
         self.finished: dict[tuple[Node, torch.dtype], str] = {}
+        self.lies: dict[fx.Node, str] = {}  # tensors that are views of what a program has made
         self.presented = {step.target: step for step in plan.steps if isinstance(step, Present)}
         self.output = next(each for each in self.graph.nodes.nodes if each.op == "output")
         self._symbols()
@@ -95,6 +109,46 @@ class Writer:
             case Whole():
                 return self._whole(step)
 
+    def results(
+        self, begin: int = 0, end: int | None = None, differentiated: bool = False
+    ) -> tuple[list[Line], list[str]]:
+        """Some of the graph's results as they are handed out, for others to look at and write to, and lines that make them so: what the
+        graph has apart shares no memory here, and lies in it with the strides that the graph has.
+
+        differentiated: to be the results of a function with gradients, of which none that is a view can be written to.
+        """
+        lines: list[Line] = []
+        texts: list[str] = []
+        known: list[tuple[str, str, str]] = []
+        owners = self.output.meta[MEMORY]
+        for each, owner in list(zip(self.output.args[0], owners, strict=True))[begin:end]:
+            text = self.spell(each)
+            if isinstance(each, fx.Node) and each.op == "call_function" and isinstance(each.meta.get("val"), Tensor):
+                place = self._memory(each)
+                others = [other for at, mine, other in known if at == place and mine != owner]
+                known.append((place, owner, text))
+                if end is not None and not self._lies_as_meant(each):
+                    text = self._strided(each, each.meta["val"])
+                if others:
+                    text = f"{self.object(apart)}({text}, {others[0]})"
+                elif differentiated and place != text:
+                    text += ".detach()"  # shares the count of what is written to it, and is no view
+                if text != self.spell(each):
+                    name = f"v__result{begin + len(texts)}"
+                    lines.append(Line(text, name, kind="view"))
+                    text = name
+            texts.append(text)
+        return lines, texts
+
+    def _memory(self, each: fx.Node) -> str:
+        """A name for the memory that a tensor lies in here, where a copy may be none."""
+        while each not in self.lies:
+            source = memory_of(each, copies=True)
+            if source is each:
+                break
+            each = source
+        return self.lies.get(each, self.variable(each))
+
     @staticmethod
     def variable(each: fx.Node) -> str:
         return f"v_{each.name}"
@@ -121,15 +175,15 @@ class Writer:
         return self.object(arg)
 
     def _symbols(self) -> None:
-        """Where the symbols of sizes can be read off the inputs."""
+        """Where the symbols of sizes can be read off the inputs; not off gradients, which are not there on the way forward."""
         for each in self.graph.nodes.find_nodes(op="placeholder"):
-            value = each.meta.get("val")
-            if isinstance(value, torch.SymInt):
-                self.symbols.setdefault(str(value.node.expr), self.variable(each))
-            elif isinstance(value, Tensor):
-                for at, size in enumerate(value.shape):
-                    if isinstance(size, torch.SymInt):
-                        self.symbols.setdefault(str(size.node.expr), f"{self.variable(each)}.shape[{at}]")
+            value = each.meta.get("val") if not is_tangent(each) else None
+            given = value.shape if isinstance(value, Tensor) else [value]
+            for at, size in enumerate(given):
+                if isinstance(size, torch.SymInt) and str(size.node.expr) not in self.symbols:
+                    place = f".shape[{at}]" if isinstance(value, Tensor) else ""
+                    self.symbols[str(size.node.expr)] = self.variable(each) + place
+                    self.sizes[str(size.node.expr)] = size
 
     def size(self, size: Any) -> str:
         if isinstance(size, int):
@@ -139,9 +193,8 @@ class Writer:
         expr = size.node.expr
         if str(expr) in self.symbols:
             return self.symbols[str(expr)]
-        text = PythonPrinter().doprint(expr)
-        for symbol in sorted(map(str, expr.free_symbols), key=len, reverse=True):
-            text = text.replace(symbol, self.symbols[symbol])
+        symbols = {str(symbol): self.symbols[str(symbol)] for symbol in expr.free_symbols}
+        text = WORD.sub(lambda word: symbols.get(word[0], word[0]), PythonPrinter().doprint(expr))
         return f"({text})"
 
     def _operator(self, each: fx.Node) -> Line:
@@ -177,18 +230,32 @@ class Writer:
 
     def _region(self, step: Region) -> list[Line]:
         """One call, if a compiler takes the region; else its operators one by one."""
-        compiled = self.compile_region(self._module(step)) if self.compile_region is not None else None
+        symbols = self._free_symbols(step)
+        compiled = self.compile_region(self._module(step, symbols)) if self.compile_region is not None else None
         if compiled is None:
             return [self._operator(each) for each in step.nodes]
-        arguments = ", ".join(self._expected(each) for each in step.inputs)
-        return [Line(f"{self.object(compiled)}({arguments})", self._results(step))]
+        arguments = [*(self.symbols[name] for name in symbols), *(self._expected(each) for each in step.inputs)]
+        return [Line(f"{self.object(compiled)}({', '.join(arguments)})", self._results(step))]
+
+    def _free_symbols(self, step: Region) -> dict[str, torch.SymInt]:
+        """Symbols of sizes that a compiler could not read off the region's inputs: of tensors whose sizes are made of several."""
+        given = [size for each in step.inputs for size in _sizes(each.meta["val"])]
+        bare = {str(size) for size in given}
+        found: dict[str, torch.SymInt] = {}
+        for size in [*given, *(size for each in step.nodes for size in _sizes(each.meta.get("val")))]:
+            for symbol in size.node.expr.free_symbols:
+                if str(symbol) not in bare and str(symbol) in self.sizes:
+                    found[str(symbol)] = self.sizes[str(symbol)]
+        return dict(sorted(found.items()))
 
     def _results(self, step: Region) -> str:
         return ", ".join(self.variable(each) for each in step.outputs) + ","
 
-    def _module(self, step: Region) -> fx.GraphModule:
-        """The region as a graph of its own."""
+    def _module(self, step: Region, symbols: dict[str, torch.SymInt] | None = None) -> fx.GraphModule:
+        """The region as a graph of its own; symbols: sizes that it is given before its inputs."""
         graph = fx.Graph()
+        for name, size in (symbols or {}).items():
+            graph.placeholder(f"size_{name}").meta["val"] = size
         inner: dict[fx.Node, fx.Node] = {}
         for each in step.inputs:
             inner[each] = graph.placeholder(each.name)
@@ -212,17 +279,28 @@ class Writer:
         return whole.permute([order.index(factor) for factor in flat]).reshape(value.shape)
 
     def _expected(self, each: fx.Node) -> str:
-        """A region's argument: kernels of others may lay out their results differently when their inputs lie otherwise."""
-        value = each.meta["val"]
-        if not isinstance(value, Tensor) or not is_call(origin(each)):
+        """A region's argument, with the strides that the region was compiled for. An operator lays out its results as its inputs lie,
+        and those may lie otherwise than the graph thought; so may the results of another region."""
+        value = self._as_presented(each)
+        if not isinstance(value, Tensor) or origin(each).op in ("placeholder", "get_attr"):
             return self.variable(each)
-        strides = ", ".join(self.size(stride) for stride in value.stride())
-        return f"{self.object(strided)}({self.variable(each)}, ({strides},))"
+        return self._strided(each, value)
+
+    def _strided(self, each: fx.Node, like: Tensor) -> str:
+        strides = ", ".join(self.size(stride) for stride in like.stride())
+        return f"{self.object(strided)}({self.variable(each)}, ({strides}{',' if like.dim() == 1 else ''}))"
+
+    def _lies_as_meant(self, each: fx.Node) -> bool:
+        """Whether a program's results are known to have the strides of the graph."""
+        if each not in self.presented:
+            return False
+        pairs = zip(self._as_presented(each).stride(), each.meta["val"].stride(), strict=True)
+        return all(views.same(x, y) for x, y in pairs)
 
     def _present(self, step: Present) -> str:
         """The stored matrix as the tensor that the graph expects: a view."""
         dims = step.value.dims
-        text = self.stored[step.value.node, step.dtype]
+        text = self.lies[step.target] = self.stored[step.value.node, step.dtype]
         order = [*views.factors(dims, "row"), *views.factors(dims, "col")]
         flat = [factor for dim in dims for factor in dim]
         if flat != order or [factor.kind for factor in order] != ["row", "col"]:
@@ -242,6 +320,7 @@ class Writer:
             stats = ", ".join(self.stats[sink] for sink in step.sinks)
             text = f"{self.object(Finished(step.value, step.sinks))}({stats}).to({self.object(step.dtype)})"
             self.finished[step.value, step.dtype] = variable
+        self.lies[step.target] = self.finished[step.value, step.dtype]
         sizes = ", ".join(self.size(size) for size in step.target.meta["val"].shape)
         return Line(f"{text}.view({sizes})", variable)
 
@@ -356,11 +435,17 @@ class Finished:
         return apply(value.op, [self._of(arg, known, device) for arg in value.args], dict(value.attrs))
 
 
-def strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The tensor with these strides; copied only if it has others."""
-    if tensor.stride() == strides:
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+def apart(tensor: Tensor, other: Tensor) -> Tensor:
+    """The tensor, copied if it shares memory with the other one."""
+    return tensor.clone() if tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() else tensor
+
+
+def _sizes(value: Any) -> list[torch.SymInt]:
+    """The sizes and strides of a tensor that are no numbers, or a size itself."""
+    if isinstance(value, tuple | list):
+        return [size for each in value for size in _sizes(each)]
+    given = [*value.shape, *value.stride()] if isinstance(value, Tensor) else [value]
+    return [size for size in given if isinstance(size, torch.SymInt)]
 
 
 def _is_made(each: fx.Node) -> bool:
