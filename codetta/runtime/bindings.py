@@ -51,16 +51,21 @@ class Bindings:
         signature = self.signature(args)
         found = self.known.get(signature, "")
         if isinstance(found, Bound):
-            addresses = found.addresses(args)
-            if addresses is None:
-                return self.plain(args)
-            replays = self.replays.get(found)
-            return found(args, addresses) if replays is None or capturing() else replays(args, addresses)
+            return self._bound(found, args)
         if found is None and not capturing():
             return self._bind(signature, args)
         if found == "":
             self._remember(signature, None)
         return self.plain(args)
+
+    def _bound(self, bound: Bound, args: list[Any]) -> tuple[Any, ...]:
+        replays = self.replays.get(bound)
+        if replays is not None and not capturing():
+            results = replays(args)
+            if results is not None:
+                return results
+        addresses = bound.addresses(args)
+        return self.plain(args) if addresses is None else bound(args, addresses)
 
     def signature(self, args: list[Any]) -> Signature:
         values: list[object] = [torch.get_num_threads()]

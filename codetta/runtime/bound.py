@@ -87,10 +87,6 @@ class Bound:
             return None
         return found
 
-    def place(self, argument: int) -> int:
-        """Which of the addresses is an argument's."""
-        return 1 + self._tensors.index(argument)
-
     def __call__(self, args: list[Any], addresses: Any) -> tuple[Any, ...]:
         return self._function(args, addresses)
 

@@ -8,6 +8,7 @@ or kept, the function runs without the graph.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import OrderedDict
@@ -39,35 +40,35 @@ class Replay:
         self, bound: Bound, args: Sequence[Any], moving: Sequence[int], same: Collection[int], policy: Sequence[str]
     ) -> None:
         self.bound, self.device, self.moving = bound, bound.device, list(moving)
-        self.stream = torch.cuda.current_stream(self.device).cuda_stream
+        self.stream = _stream(self.device)
         self.lock = threading.Lock()
         self.buffers = [_like(args[at]) for at in self.moving]
         given = list(args)
         for at, buffer in zip(self.moving, self.buffers, strict=True):
             given[at] = buffer
-        self.places = [bound.place(at) for at in (*self.moving, *same)]
-        addresses = bound.addresses(given)
-        if addresses is None:
-            raise ReplayError("a copy of an input is aligned otherwise")
-        self.constants = _addresses_of(given)
-        self.where = self._masked(addresses)
+        loose = {*self.moving, *same}
+        self.fixed = [at for at, each in enumerate(given) if isinstance(each, Tensor) and at not in loose]
+        self.where = self._where(given)
         before = torch.cuda.memory_reserved(self.device)
         self.graph, results = self._record(given)
         self.bytes = max(torch.cuda.memory_reserved(self.device) - before, 0)
         self.token: StorageWeakRef | None = None
         self.results = [self._result(value, how, given) for value, how in zip(results, policy, strict=True)]
+        if sum(each.nbytes for how, each in self.results if how == FRESH) > HANDED:
+            raise ReplayError("its results are too large to be copied")
         # Storages whose tensors are lent: they belong to the graph and to whoever has such a tensor.
         lent = {each.untyped_storage()._cdata: each.untyped_storage() for how, each in self.results if how == LENT}
         del results, given
         self.lent = [(cdata, storage, torch._C._storage_Use_Count(cdata)) for cdata, storage in lent.items()]
 
-    def takes(self, args: Sequence[Any], addresses: Any) -> bool:
+    def takes(self, args: Sequence[Any]) -> bool:
         """Whether everything that is read in place lies where it lay."""
-        return (
-            self._masked(addresses) == self.where
-            and _addresses_of(args) == self.constants
-            and torch._C._cuda_getCurrentRawStream(self.device.index or 0) == self.stream
-        )
+        return self._where(args) == self.where and _stream(self.device) == self.stream
+
+    def _where(self, args: Sequence[Any]) -> list[int]:
+        """Addresses of what is read in place, among them what was made of parameters."""
+        made = [each.data_ptr() for value in args if isinstance(value, list) for each in value]
+        return [args[at].data_ptr() for at in self.fixed] + made
 
     def is_free(self) -> bool:
         """Whether nobody has hold of what the last call left."""
@@ -90,23 +91,22 @@ class Replay:
     def _record(self, given: list[Any]) -> tuple[torch.cuda.CUDAGraph, tuple[Any, ...]]:
         side, graph = _side_stream(self.device), torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                results = self.bound(list(given), self.bound.addresses(given))
-            finally:
-                graph.capture_end()
+        # What cuBLAS works in is to be this graph's own: elsewhere, others may have it freed.
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            with torch.cuda.stream(side):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    results = self.bound(list(given), self.bound.addresses(given))
+                finally:
+                    graph.capture_end()
+        except BaseException:
+            _end_capture(side)
+            raise
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.current_stream(self.device).wait_stream(side)
         return graph, results
-
-    def _masked(self, addresses: Any) -> bytes:
-        kept = [addresses[place] for place in self.places]
-        for place in self.places:
-            addresses[place] = 0
-        found = bytes(addresses)
-        for place, address in zip(self.places, kept, strict=True):
-            addresses[place] = address
-        return found
 
     # ---- results
 
@@ -162,45 +162,47 @@ class Replays:
         self.why: str | None = None  # why there is none, for good
         self.last: list[int] | None = None  # addresses of the last call
         self.calls = self.missed = 0
-        self.lock = threading.Lock()
         if bound.bytes > LARGE:
             self.why = f"{bound.bytes >> 20} MB lie between its kernels: the GPU takes longer than the host"
 
-    def __call__(self, args: list[Any], addresses: Any) -> tuple[Any, ...]:
+    def __call__(self, args: list[Any]) -> tuple[Any, ...] | None:
+        """The results from a graph; None: the function is to be called without one."""
         if self.why is not None:
-            return self.bound(args, addresses)
-        if self.current is not None:
-            if self.current.takes(args, addresses):
-                results = self.current(args)
-                if results is not None:
-                    self.missed = 0
-                    _shelf.used(self)
-                    return results
-            else:
-                self.missed += 1
-                if self.missed >= self.PATIENCE:  # something lies elsewhere for good
-                    self.forget()
-            return self.bound(args, addresses)
+            return None
+        current = self.current
+        if current is None:
+            current = self._recorded(args)
+        elif not current.takes(args):
+            current, self.missed = None, self.missed + 1
+            if self.missed >= self.PATIENCE:  # something lies elsewhere for good
+                self.forget()
+        if current is None:
+            return None
+        results = current(args)
+        if results is not None:
+            self.missed = 0
+            _shelf.used(self)
+        return results
+
+    def _recorded(self, args: list[Any]) -> Replay | None:
         self.calls += 1
         moving = self._moving(args)
         if moving is None:
             if self.calls > self.PATIENCE:
                 self.why = "its arguments lie elsewhere at every call"
-            return self.bound(args, addresses)
-        if not self.lock.acquire(blocking=False):
-            return self.bound(args, addresses)
+            return None
+        if not _recording.acquire(blocking=False):  # random numbers know of one recording at a time
+            return None
         try:
             self.current = Replay(self.bound, args, moving, self.same, self.policy)
         except Exception as error:  # whatever it is, the function itself still works
             self.why = str(error).splitlines()[0] if str(error) else type(error).__name__
             torch.cuda.current_stream(self.bound.device).synchronize()
-            return self.bound(args, self.bound.addresses(args))
+            return None
         finally:
-            self.lock.release()
+            _recording.release()
         _shelf.add(self)
-        results = self.current(args)
-        assert results is not None, "nobody has been given anything yet"
-        return results
+        return self.current
 
     def forget(self) -> None:
         """Give the graph's memory back."""
@@ -264,27 +266,31 @@ class _Shelf:
 
 
 _shelf = _Shelf()
+_recording = threading.Lock()
 _side: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that is recorded. cuBLAS has its memory there from before: what it takes meanwhile would be a graph's."""
-    found = _side.get(device)
-    if found is None:
-        found = _side[device] = torch.cuda.Stream(device)
-        with torch.cuda.stream(found):
-            for dtype in (torch.bfloat16, torch.float32):
-                some = torch.zeros(16, 16, dtype=dtype, device=device)
-                torch.mm(some, some)
-                torch.nn.functional.linear(some, some, some[0])
-        found.synchronize()
-    return found
+    """The stream that is recorded."""
+    if device not in _side:
+        _side[device] = torch.cuda.Stream(device)
+    return _side[device]
+
+
+def _end_capture(side: torch.cuda.Stream) -> None:
+    """Have PyTorch's random numbers know that a recording which failed is over: only one that ends well tells them."""
+    graph = torch.cuda.CUDAGraph()
+    with contextlib.suppress(Exception), torch.cuda.stream(side):
+        some = torch.zeros(1, device=side.device)
+        graph.capture_begin(capture_error_mode="thread_local")
+        some.add_(1)
+        graph.capture_end()
 
 
 def _like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _addresses_of(args: Sequence[Any]) -> list[int]:
-    """Of tensors in lists: what was made of parameters."""
-    return [each.data_ptr() for value in args if isinstance(value, list) for each in value]
+def _stream(device: torch.device) -> int:
+    found: int = torch._C._cuda_getCurrentRawStream(device.index or 0)
+    return found

@@ -1,0 +1,213 @@
+"""Recorded calls on a GPU: the same bits as without a recording, and nobody's tensors are overwritten."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from test_bound import all_bindings
+from torch import Tensor, nn
+from zoo import ZOO, outputs
+
+import codetta
+from codetta.bench import shapes
+from codetta.runtime.replay import Replay
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+GPU = torch.device("cuda", 0)
+CALLS = 7  # until everything has been recorded, and some more
+
+
+def replays_of(model: Any) -> list[Replay]:
+    every = [each for bindings in all_bindings(model) for each in bindings.replays.values()]
+    return [each.current for each in every if each.current is not None]
+
+
+def llama(train: bool = False) -> nn.Module:
+    torch._dynamo.reset()
+    return shapes.build("tiny", GPU, torch.bfloat16).train(train)
+
+
+def tokens(batch: int = 2, length: int = 64, seed: int = 0) -> Tensor:
+    generator = torch.Generator(device=GPU).manual_seed(seed)
+    return torch.randint(0, 1000, (batch, length), device=GPU, generator=generator)
+
+
+def both(model: nn.Module) -> tuple[Any, Any]:
+    """The model compiled with recorded graphs, and without."""
+    plain = codetta.compile(copy.deepcopy(model), options=codetta.Options(graphs="off"))
+    return codetta.compile(copy.deepcopy(model)), plain
+
+
+def gradients(model: Any) -> list[Tensor]:
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+def same(x: list[Tensor], y: list[Tensor]) -> bool:
+    return len(x) == len(y) and all(torch.equal(a, b) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bert", "ada_norm"])
+@torch.no_grad()
+def test_recorded_calls_repeat_their_bits(name: str) -> None:
+    torch._dynamo.reset()
+    entry = ZOO[name]
+    args, kwargs = entry.example(2, 64, GPU, torch.bfloat16)
+    recorded, plain = both(entry.model(torch.bfloat16, GPU))
+    want = [each.clone() for each in outputs(plain(*args, **kwargs))]
+    results = [outputs(recorded(*args, **kwargs)) for _ in range(CALLS)]
+    assert replays_of(recorded), [each.why for b in all_bindings(recorded) for each in b.replays.values()]
+    # All of them are still what they were: no call has written over the results of an earlier one.
+    assert all(same(want, each) for each in results)
+
+
+@torch.no_grad()
+def test_other_inputs_parameters_and_streams() -> None:
+    model = llama()
+    recorded, plain = both(model)
+    for _ in range(CALLS):
+        recorded(tokens(), use_cache=False)
+    assert replays_of(recorded)
+
+    def check(seed: int) -> None:
+        x = tokens(seed=seed)
+        assert torch.equal(recorded(x, use_cache=False).logits, plain(x, use_cache=False).logits)
+
+    check(1)
+    for each in (recorded, plain):
+        each.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    check(2)
+    torch.manual_seed(0)
+    new = torch.randn_like(plain.model.layers[0].mlp.up_proj.weight) / 16
+    for each in (recorded, plain):
+        each.model.layers[0].mlp.up_proj.weight = nn.Parameter(new.clone())
+    check(3)
+    other = torch.cuda.Stream(GPU)
+    other.wait_stream(torch.cuda.current_stream(GPU))
+    with torch.cuda.stream(other):
+        for seed in range(4, 9):
+            check(seed)
+    torch.cuda.current_stream(GPU).wait_stream(other)
+    for seed in range(9, 9 + CALLS):
+        check(seed)
+
+
+@torch.no_grad()
+def test_threads_and_two_streams_at_once() -> None:
+    recorded, plain = both(llama())
+    want = [plain(tokens(seed=seed), use_cache=False).logits.clone() for seed in range(4)]
+    for _ in range(CALLS):
+        recorded(tokens(), use_cache=False)
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def work(seed: int, own: bool) -> None:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(GPU) if own else torch.cuda.default_stream(GPU)):
+            x = tokens(seed=seed)
+            for _ in range(30):
+                found = recorded(x, use_cache=False).logits
+                torch.cuda.current_stream(GPU).synchronize()
+                if not torch.equal(found, want[seed]):
+                    wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed, seed % 2 == 1)) for seed in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not wrong
+
+
+@torch.no_grad()
+def test_a_capture_around_a_compiled_model() -> None:
+    recorded, plain = both(llama())
+    x = tokens()
+    for _ in range(CALLS):
+        recorded(x, use_cache=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = recorded(x, use_cache=False).logits
+    x.copy_(tokens(seed=5))
+    graph.replay()
+    assert torch.equal(found, plain(x, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_memory_of_many_lengths_is_bounded() -> None:
+    recorded, plain = both(llama())
+    for _ in range(5):
+        for length in range(20, 60):
+            recorded(tokens(1, length), use_cache=False, logits_to_keep=1)
+    torch.cuda.synchronize()
+    assert sum(each.bytes for each in replays_of(recorded)) <= torch.cuda.get_device_properties(GPU).total_memory // 16
+    x = tokens(1, 33, seed=3)
+    assert torch.equal(recorded(x, use_cache=False).logits, plain(x, use_cache=False).logits)
+
+
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    found: Tensor = model(input_ids=x, labels=x, use_cache=False).loss
+    return found
+
+
+def test_recorded_steps_repeat_their_bits() -> None:
+    recorded, plain = both(llama(train=True))
+    x = tokens(2, 128)
+    loss_of(plain, x).backward()
+    want = gradients(plain)
+    for _ in range(CALLS + 3):
+        recorded.zero_grad(set_to_none=True)
+        loss_of(recorded, x).backward()
+        assert same(gradients(recorded), want)
+    assert len(replays_of(recorded)) == 2, [each.why for b in all_bindings(recorded) for each in b.replays.values()]
+
+
+def test_gradients_add_up_and_stay() -> None:
+    recorded, plain = both(llama(train=True))
+    for seed in range(CALLS + 3):
+        recorded.zero_grad(set_to_none=True)
+        loss_of(recorded, tokens(2, 128, seed)).backward()
+    kept = gradients(recorded)
+    mine = [each.grad for each in recorded.parameters() if each.grad is not None]  # lent
+    for each in (recorded, plain):
+        each.zero_grad(set_to_none=True)
+    for seed in (20, 21, 22):
+        for each in (recorded, plain):
+            loss_of(each, tokens(2, 128, seed)).backward()
+    assert same(gradients(recorded), gradients(plain))
+    assert same(mine, kept)
+    del recorded
+    gc.collect()
+    torch.empty(1 << 28, device=GPU).fill_(float("nan"))
+    assert same(mine, kept)
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    recorded, plain = both(llama(train=True))
+    for seed in range(CALLS + 3):
+        recorded.zero_grad(set_to_none=True)
+        loss_of(recorded, tokens(2, 128, seed)).backward()
+    for each in (recorded, plain):
+        each.zero_grad(set_to_none=True)
+        losses = [loss_of(each, tokens(2, 128, seed)) for seed in (30, 31)]
+        for loss in reversed(losses):
+            loss.backward()
+    assert same(gradients(recorded), gradients(plain))
+
+
+def test_training_goes_the_same_way() -> None:
+    models = both(llama(train=True))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in models]
+    for seed in range(12):
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss = loss_of(model, tokens(2, 128, seed))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert torch.equal(*losses), seed
