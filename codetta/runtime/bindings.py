@@ -46,6 +46,17 @@ class Bindings:
         self.replays: dict[Bound, Replays] = {}
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
+        if self._is_elsewhere():
+            with torch.cuda.device(self.device):
+                return self._call(args)
+        return self._call(args)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the thread's current GPU is another one than that of the launches."""
+        device = self.device
+        return device is not None and device.type == "cuda" and torch._C._cuda_getDevice() != (device.index or 0)
+
+    def _call(self, args: list[Any]) -> tuple[Any, ...]:
         if self.device is None or _is_watched():
             return self.plain(args)
         signature = self.signature(args)

@@ -42,7 +42,7 @@ class Sized:
 
 def capturing() -> bool:
     """Whether launches are recorded into a CUDA graph: it will read the same memory again, and compute what it is to see anew."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def state_of(parameter: Tensor) -> tuple[object, ...]:
