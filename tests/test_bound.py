@@ -212,6 +212,17 @@ def test_threads_have_memory_of_their_own() -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
+def test_calls_of_both_modes(first: Any) -> None:
+    model = Block().eval()
+    compiled = codetta.compile(copy.deepcopy(model))
+    x = torch.randn(6, 64)
+    for mode in (first, torch.no_grad, torch.inference_mode, first):
+        for _ in range(3):
+            with mode():
+                torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def test_a_hundred_lengths_are_bounded() -> None:
     model = Block().eval()

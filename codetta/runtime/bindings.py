@@ -20,7 +20,7 @@ from codetta.runtime.replay import Replays
 from codetta.runtime.sized import capturing
 from codetta.runtime.tape import Tape, UnboundError
 
-MOST = 64  # signatures that are remembered
+MOST = 256  # signatures that are remembered
 
 Signature = tuple[object, ...]
 

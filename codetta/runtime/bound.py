@@ -72,7 +72,7 @@ class Bound:
         self._read = _read_by_address(tape)
         self.source = self._written(tape)
         scope: dict[str, Any] = {
-            "c": tape.function.objects, "k": self._constants, "torch": torch, "math": math, "Stat": Stat, "strided": strided, "launch": self.launches,
+            "c": tape.objects, "k": self._constants, "torch": torch, "math": math, "Stat": Stat, "strided": strided, "launch": self.launches,
             "views": self._views, "device": self.device, "stream": _stream(self.device), "empty": torch.empty_strided,
         }  # fmt: skip
         exec(compile(self.source, "<codetta bound>", "exec"), scope)
@@ -143,20 +143,17 @@ class Bound:
             if len(self._known_views) >= KEPT:
                 self._known_views.clear()
             storage = torch._C._construct_storage_from_data_pointer(address, self.device, self.bytes)
-
-            def tensor(ref: Ref) -> Tensor:
-                begin = (self.offsets[ref.root] + ref.offset) // ref.dtype.itemsize
-                made = torch.empty(0, dtype=ref.dtype, device=self.device)
-                return made.set_(storage, begin, ref.size, ref.stride)
-
-            found = [
-                Stat(tensor(each.partials), each.how, each.width, each.total)
-                if isinstance(each, StatRef)
-                else tensor(each)  # type: ignore[arg-type]
-                for each in self.views
-            ]
-            self._known_views[address] = found
+            with torch.inference_mode(False), torch.no_grad():  # a later call may be of another mode
+                found = self._known_views[address] = [self._made(each, storage) for each in self.views]
         return found
+
+    def _made(self, value: Recorded, storage: Any) -> Any:
+        if isinstance(value, StatRef):
+            return Stat(self._made(value.partials, storage), value.how, value.width, value.total)
+        assert isinstance(value, Ref)
+        begin = (self.offsets[value.root] + value.offset) // value.dtype.itemsize
+        made = torch.empty(0, dtype=value.dtype, device=self.device)
+        return made.set_(storage, begin, value.size, value.stride)
 
     # ---- text
 

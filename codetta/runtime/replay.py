@@ -42,7 +42,8 @@ class Replay:
         self.bound, self.device, self.moving = bound, bound.device, list(moving)
         self.stream = _stream(self.device)
         self.lock = threading.Lock()
-        self.buffers = [_like(args[at]) for at in self.moving]
+        with torch.inference_mode(False), torch.no_grad():  # a later call may be of another mode
+            self.buffers = [_like(args[at]) for at in self.moving]
         given = list(args)
         for at, buffer in zip(self.moving, self.buffers, strict=True):
             given[at] = buffer

@@ -110,6 +110,9 @@ class Tape:
 
     def __init__(self, function: Function, launch: Callable[..., Any], device: torch.device) -> None:
         self.function, self.launch, self.device = function, launch, device
+        self.objects = list(
+            function.objects
+        )  # what the lines call `c`, and what copies on the way to launches add to it
         self.roots: list[Root] = []
         self.steps: list[Launched | Called] = []
         self.values: dict[str, Recorded] = {}
@@ -250,13 +253,13 @@ class Tape:
                 raise UnboundError("a copy is made of memory that nobody has made")
             self.values[name] = ref or Constant(leaf)
             names.append(name)
-        call = len(self.function.objects)
+        call = len(self.objects)
 
         def made(*leaves: Any) -> Any:
             given, named = pytree.tree_unflatten(list(leaves), structure)
             return target(*given, **named)
 
-        self.function.objects.append(made)
+        self.objects.append(made)
         line = Line(f"c[{call}]({', '.join(names)})", f"v__copy{self._copies}")
         self._called(line, {f"v__copy{self._copies}": result})
 
