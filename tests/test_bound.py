@@ -188,6 +188,25 @@ def test_memory_that_runs_out_leaves_nothing_stale(monkeypatch: pytest.MonkeyPat
 
 
 @torch.no_grad()
+def test_a_bound_plan_that_fails_is_done_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Block().eval()
+    compiled = codetta.compile(copy.deepcopy(model))
+    x = torch.randn(6, 64)
+    for _ in range(3):
+        compiled(x)
+    (bound,) = bound_of(compiled)
+
+    def broken(*_: Any) -> None:
+        raise ValueError("a launch that is broken")
+
+    monkeypatch.delenv("CODETTA_RAISE", raising=False)
+    monkeypatch.setitem(bound._function.__globals__, "launch", broken)
+    with pytest.warns(RuntimeWarning, match="a call of the plan: ValueError: a launch that is broken"):
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
 def test_threads_have_memory_of_their_own() -> None:
     model = Block().eval()
     compiled = codetta.compile(copy.deepcopy(model))

@@ -165,7 +165,7 @@ def test_debug_levels(block: Block, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     with torch.no_grad():
         codetta.compile(block)(torch.randn(2, 5, 32))
     said = capsys.readouterr().out
-    assert "row_scale_commutes" in said and "def plan(made" in said and "program_0 (10 rows) on" in said
+    assert "row_scale_commutes" in said and "def plan(args" in said and "program_0 (10 rows) on" in said
 
 
 # ---- masks -------------------------------------------------------------------------------------------------------
