@@ -21,6 +21,7 @@ from codetta.runtime.sized import capturing
 from codetta.runtime.tape import Tape, UnboundError
 
 MOST = 256  # signatures that are remembered
+SEEN = "seen once"
 
 Signature = tuple[object, ...]
 
@@ -42,7 +43,7 @@ class Bindings:
         self.varying = [function.arguments.index(name) for name in varying]
         self.numbers = [function.arguments.index(name) for name in numbers]
         self.plain = function.compiled()
-        self.known: dict[Signature, Bound | str | None] = {}  # bound, or why not; None: seen once
+        self.known: dict[Signature, Bound | str] = {}  # bound, or why not
         self.replays: dict[Bound, Replays] = {}
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
@@ -60,13 +61,13 @@ class Bindings:
         if self.device is None or _is_watched():
             return self.plain(args)
         signature = self.signature(args)
-        found = self.known.get(signature, "")
+        found = self.known.get(signature)
         if isinstance(found, Bound):
             return self._bound(found, args)
-        if found is None and not capturing():
+        if found == SEEN and not capturing():
             return self._bind(signature, args)
-        if found == "":
-            self._remember(signature, None)
+        if found is None:
+            self._remember(signature, SEEN)
         return self.plain(args)
 
     def _bound(self, bound: Bound, args: list[Any]) -> tuple[Any, ...]:
@@ -103,7 +104,7 @@ class Bindings:
             self._remember(signature, str(error) or type(error).__name__)
         return results
 
-    def _remember(self, signature: Signature, value: Bound | str | None) -> None:
+    def _remember(self, signature: Signature, value: Bound | str) -> None:
         self.known.pop(signature, None)
         if len(self.known) >= MOST:
             gone = self.known.pop(next(iter(self.known)))

@@ -152,13 +152,8 @@ class Replays:
     ) -> None:
         """varying: arguments that are no parameters; same: those whose contents belong to the signature, wherever they lie; fixed: those
         that are written to, and so never copied."""
-        self.bound, self.policy, self.varying, self.same, self.fixed = (
-            bound,
-            policy,
-            set(varying),
-            set(same),
-            set(fixed),
-        )
+        self.bound, self.policy = bound, policy
+        self.varying, self.same, self.fixed = set(varying), set(same), set(fixed)
         self.current: Replay | None = None
         self.why: str | None = None  # why there is none, for good
         self.last: list[int] | None = None  # addresses of the last call
