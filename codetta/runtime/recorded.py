@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 WARM = 2  # calls before the recording: kernels are built and tensors of constants made in them
+
+
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """What cuBLAS works in while a graph is recorded is the graph's own: elsewhere, others may have it freed (torch.compile's own graphs do)."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 class Recorded:
@@ -42,7 +53,7 @@ class Recorded:
                 self.function()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with own_workspaces(), torch.cuda.graph(graph):
             self.result = self.function()
         for each, was in zip(self.kept, before, strict=True):
             each.copy_(was)

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from codetta.errors import CodettaError
 from codetta.runtime.bound import Bound
+from codetta.runtime.recorded import own_workspaces
 
 FRESH, LENT, KEPT, TOKEN = "fresh", "lent", "kept", "token"
 COPIED = 1 << 20  # bytes of inputs that are copied at each call, at most
@@ -92,10 +93,8 @@ class Replay:
     def _record(self, given: list[Any]) -> tuple[torch.cuda.CUDAGraph, tuple[Any, ...]]:
         side, graph = _side_stream(self.device), torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream(self.device))
-        # What cuBLAS works in is to be this graph's own: elsewhere, others may have it freed.
-        torch._C._cuda_clearCublasWorkspaces()
         try:
-            with torch.cuda.stream(side):
+            with own_workspaces(), torch.cuda.stream(side):
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     results = self.bound(list(given), self.bound.addresses(given))
@@ -104,8 +103,6 @@ class Replay:
         except BaseException:
             _end_capture(side)
             raise
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.current_stream(self.device).wait_stream(side)
         return graph, results
 
