@@ -27,7 +27,14 @@ from codetta.backends.cpu import Cpu
 from codetta.errors import ArgumentError, LoweringError
 from codetta.stat import Stat
 
-GENERATOR = torch.Generator().manual_seed(3)
+GENERATOR = torch.Generator()
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers_in_any_order() -> None:
+    GENERATOR.manual_seed(3)
+
+
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)
 
