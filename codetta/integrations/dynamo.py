@@ -28,6 +28,7 @@ from codetta.integrations.logits import with_logits
 from codetta.ir.view import hint
 from codetta.options import Options, known, options_of
 from codetta.runtime.executor import Executor, Training
+from codetta.runtime.speculation import Kinds
 from codetta.runtime.writer import CompileRegion
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
@@ -87,13 +88,16 @@ class _Watched:
         self.model, self.backend = model, backend
         self.how = dynamic, fullgraph
         self.made: dict[tuple[object, ...], _Call | _FirstSizes] = {}
+        self.kinds = Kinds() if backend.options.graphs == "auto" else None
         self._look()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Every hook has a number of its own; one that is taken away leaves no trace but in the modules.
         if self.hooks or RemovableHandle.next_id != self.seen:
             self._look()
-        return self.call(*args, **kwargs)
+        if self.kinds is None or self.hooks or torch.compiler.is_compiling():
+            return self.call(*args, **kwargs)
+        return self.kinds.call(self.call, args, kwargs, mode=self.model.training)
 
     def _look(self) -> None:
         self.seen = RemovableHandle.next_id

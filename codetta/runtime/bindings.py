@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from codetta.errors import CodettaError
+from codetta.runtime import speculation
 from codetta.runtime.bound import Bound
 from codetta.runtime.function import Function
 from codetta.runtime.replay import Replays
@@ -35,9 +37,11 @@ class Bindings:
 
     def __init__(
         self, function: Function, launch: Callable[..., Any], device: torch.device | None, varying: Sequence[str],
-        numbers: Sequence[str] = (), policy: Sequence[str] = (), written: Collection[str] = (),
+        numbers: Sequence[str] = (), policy: Sequence[str] = (), written: Collection[str] = (), pure: bool = False,
     ) -> None:  # fmt: skip
-        """policy: of a recorded graph's results, one for each; none: nothing is recorded. written: arguments that are written to."""
+        """policy: of a recorded graph's results, one for each; none: nothing is recorded. written: arguments that are written to.
+        pure: a call whose results are dropped leaves no trace."""
+        self.pure = pure
         self.function, self.launch, self.device, self.policy = function, launch, device, policy
         self.written = [at for at, name in enumerate(function.arguments) if name in written]
         self.varying = [function.arguments.index(name) for name in varying]
@@ -60,24 +64,34 @@ class Bindings:
     def _call(self, args: list[Any]) -> tuple[Any, ...]:
         if self.device is None or _is_watched():
             return self.plain(args)
+        call = speculation.current() if self.pure else None
+        if call is not None:
+            results = call.results(self, args)
+            if results is not None:
+                return results
         signature = self.signature(args)
         found = self.known.get(signature)
         if isinstance(found, Bound):
-            return self._bound(found, args)
+            return self._bound(found, args, call)
         if found == SEEN and not capturing():
             return self._bind(signature, args)
         if found is None:
             self._remember(signature, SEEN)
         return self.plain(args)
 
-    def _bound(self, bound: Bound, args: list[Any]) -> tuple[Any, ...]:
+    def _bound(self, bound: Bound, args: list[Any], call: speculation.Call | None) -> tuple[Any, ...]:
         replays = self.replays.get(bound)
         if replays is not None and not capturing():
             results = replays(args)
             if results is not None:
+                if call is not None:
+                    call.learn(self, partial(self._ready, replays), args)
                 return results
         addresses = bound.addresses(args)
         return self.plain(args) if addresses is None else bound(args, addresses)
+
+    def _ready(self, replays: Replays, args: list[Any]) -> tuple[Any, ...] | None:
+        return None if self._is_elsewhere() else replays.ready(args)
 
     def signature(self, args: list[Any]) -> Signature:
         values: list[object] = [torch.get_num_threads()]

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from codetta.capture import Graph
 from codetta.ir.graph import Node
 from codetta.ir.op import apply, compute_dtype
-from codetta.runtime.sized import state_of
+from codetta.runtime.sized import addresses_of, lie_at, state_of
 
 
 class Constants:
@@ -25,7 +25,7 @@ class Constants:
         self.keys: list[object] = []
         self.watched: list[int] = []
         self.made: list[Tensor] = []
-        self.state: tuple[object, ...] | None = None
+        self.state: _State | None = None
 
     def weight(self, name: str, gain: Node | None) -> int:
         return self._recipe(("weight", name, gain), lambda at: at.weight(name, gain))
@@ -40,16 +40,36 @@ class Constants:
         return self.keys.index(key)
 
     def fresh(self, inputs: Sequence[Any]) -> list[Tensor]:
-        if self.state is None or self._state(inputs) != self.state:
+        if self.state is None or not self.state.holds(inputs):
             at = _Parameters(self.graph, dict(zip(self.placeholders, inputs, strict=True)))
             with torch.no_grad():
                 self.made = [recipe(at) for recipe in self.recipes]
             self.watched = sorted(self.index[each] for each in at.used)
-            self.state = self._state(inputs)
+            self.state = _State(inputs, self.watched)
         return self.made
 
-    def _state(self, inputs: Sequence[Any]) -> tuple[object, ...]:
-        return tuple(state_of(inputs[at]) for at in self.watched)
+
+class _State:
+    """Of the parameters that constants were made of."""
+
+    def __init__(self, inputs: Sequence[Any], watched: list[int]) -> None:
+        self.watched = watched
+        tensors = [inputs[at] for at in watched]
+        self.states = [state_of(each) for each in tensors]
+        # On a GPU a state is an address and a version: to be compared by the dozen.
+        self.plain = all(each.is_cuda and not each.is_inference() for each in tensors)
+        self.where = addresses_of(inputs, watched)
+        self.versions = [each._version for each in tensors] if self.plain else []
+
+    def holds(self, inputs: Sequence[Any]) -> bool:
+        if not self.plain:
+            return [state_of(inputs[at]) for at in self.watched] == self.states
+        if not lie_at(list(inputs), self.where, self.watched):
+            return False
+        try:
+            return [inputs[at]._version for at in self.watched] == self.versions
+        except RuntimeError:  # of inference tensors nobody counts versions
+            return False
 
 
 class _Parameters:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from codetta.capture.kinds import is_effect, is_tangent, origin
+from codetta.capture.kinds import is_effect, is_random, is_tangent, origin
 from codetta.errors import Stage
 from codetta.runtime.bindings import Bindings
 from codetta.runtime.constants import Constants
@@ -46,8 +46,8 @@ class Executor:
         self.source = function.source
         policy = [FRESH] * len(results) if graphs else []
         self.bindings = Bindings(
-            function, launch, _device(plan), varying, policy=policy, written=_written(plan, writer)
-        )
+            function, launch, _device(plan), varying, policy=policy, written=_written(plan, writer), pure=_is_pure(plan)
+        )  # fmt: skip
 
     def __call__(self, *inputs: Any) -> Any:
         with self.running:
@@ -116,7 +116,8 @@ class Training:
         first_policy = [FRESH] * len(results) + [TOKEN] + [KEPT] * (len(leaving) + len(self.sizes)) if graphs else []
         second_policy = [LENT] * len(self.gradients) if graphs else []
         written = _written(self.plan, writer)
-        self.first = Bindings(forward, launch, device, varying, policy=first_policy, written=written)
+        pure = _is_pure(self.plan)
+        self.first = Bindings(forward, launch, device, varying, policy=first_policy, written=written, pure=pure)
         self.second = Bindings(
             backward, launch, device, [*self.sizes, *arriving, *tangents], ["widths"], policy=second_policy, written=written
         )  # fmt: skip
@@ -161,6 +162,11 @@ def _written(plan: Plan, writer: Writer) -> set[str]:
         for each in plan.graph.nodes.nodes
         if is_effect(each) and isinstance(each.args[0], fx.Node)
     }
+
+
+def _is_pure(plan: Plan) -> bool:
+    """Whether a call leaves nothing but its results: no tensor written over, no random numbers drawn."""
+    return not any(is_effect(each) or is_random(each) for each in plan.graph.nodes.nodes)
 
 
 def _device(plan: Plan) -> torch.device | None:

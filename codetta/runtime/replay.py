@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from codetta.errors import CodettaError
 from codetta.runtime.bound import Bound
 from codetta.runtime.recorded import own_workspaces
+from codetta.runtime.sized import addresses_of, lie_at
 
 FRESH, LENT, KEPT, TOKEN = "fresh", "lent", "kept", "token"
 COPIED = 1 << 20  # bytes of inputs that are copied at each call, at most
@@ -50,7 +51,11 @@ class Replay:
             given[at] = buffer
         loose = {*self.moving, *same}
         self.fixed = [at for at, each in enumerate(given) if isinstance(each, Tensor) and at not in loose]
-        self.where = self._where(given)
+        self.where = addresses_of(given, self.fixed)
+        # Lists hold what was made of parameters.
+        self.made = {
+            at: [each.data_ptr() for each in value] for at, value in enumerate(given) if isinstance(value, list)
+        }
         before = torch.cuda.memory_reserved(self.device)
         self.graph, results = self._record(given)
         self.bytes = max(torch.cuda.memory_reserved(self.device) - before, 0)
@@ -63,14 +68,11 @@ class Replay:
         del results, given
         self.lent = [(cdata, storage, torch._C._storage_Use_Count(cdata)) for cdata, storage in lent.items()]
 
-    def takes(self, args: Sequence[Any]) -> bool:
+    def takes(self, args: list[Any]) -> bool:
         """Whether everything that is read in place lies where it lay."""
-        return self._where(args) == self.where and _stream(self.device) == self.stream
-
-    def _where(self, args: Sequence[Any]) -> list[int]:
-        """Addresses of what is read in place, among them what was made of parameters."""
-        made = [each.data_ptr() for value in args if isinstance(value, list) for each in value]
-        return [args[at].data_ptr() for at in self.fixed] + made
+        if _stream(self.device) != self.stream or not lie_at(args, self.where, self.fixed):
+            return False
+        return all(lie_at(args[at], where, list(range(len(where)))) for at, where in self.made.items())
 
     def is_free(self) -> bool:
         """Whether nobody has hold of what the last call left."""
@@ -162,15 +164,25 @@ class Replays:
         """The results from a graph; None: the function is to be called without one."""
         if self.why is not None:
             return None
+        if self.current is None:
+            current = self._recorded(args)
+            return None if current is None else self._run(current, args)
+        results = self.ready(args)
+        if self.missed >= self.PATIENCE:  # something lies elsewhere for good
+            self.forget()
+        return results
+
+    def ready(self, args: list[Any]) -> tuple[Any, ...] | None:
+        """The results from a graph that is there already."""
         current = self.current
         if current is None:
-            current = self._recorded(args)
-        elif not current.takes(args):
-            current, self.missed = None, self.missed + 1
-            if self.missed >= self.PATIENCE:  # something lies elsewhere for good
-                self.forget()
-        if current is None:
             return None
+        if not current.takes(args):
+            self.missed += 1
+            return None
+        return self._run(current, args)
+
+    def _run(self, current: Replay, args: list[Any]) -> tuple[Any, ...] | None:
         results = current(args)
         if results is not None:
             self.missed = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,23 @@ class Sized:
         if not capturing() and sum(each.untyped_storage().nbytes() for each in tensors) <= MOST:
             self.key, self.made = key, made
         return made
+
+
+def _lie_at(values: list[Any], addresses: list[int], which: list[int]) -> bool:
+    return all(values[at].data_ptr() == addresses[at] for at in which)
+
+
+# Whether those of the values, all of them tensors, lie at their addresses. A model has hundreds of parameters: in C++, where PyTorch has
+# been built for GPUs.
+lie_at: Callable[[list[Any], Any, list[int]], bool] = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _lie_at)
+
+
+def addresses_of(values: Sequence[Any], which: Sequence[int]) -> list[int]:
+    """As `lie_at` takes them: 0 for all others."""
+    found = [0] * len(values)
+    for at in which:
+        found[at] = values[at].data_ptr()
+    return found
 
 
 def capturing() -> bool:

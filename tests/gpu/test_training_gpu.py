@@ -30,7 +30,7 @@ def test_llama(length: int, filled: bool, monkeypatch: pytest.MonkeyPatch) -> No
     """filled: as with weights that are large enough for programs of their own for their gradients."""
     torch._dynamo.reset()
     if filled:
-        monkeypatch.setattr(weight_gradients, "_fills_the_device", lambda weight, rows: True)
+        monkeypatch.setattr(weight_gradients, "fills_the_device", lambda weight, rows: True)
     device = torch.device("cuda")
     model, exact = (shapes.build("tiny", device, dtype) for dtype in (torch.bfloat16, torch.float64))
     exact.load_state_dict(model.state_dict())
