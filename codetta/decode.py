@@ -1,9 +1,10 @@
 """Decoder: sequences in slots that take each step together, every one at its own place.
 
 begin   reads prompts together, padded to one of a few lengths, and puts their keys and values into slots
-turn    one more token for each sequence, on the device from end to end; on a GPU a recording is replayed
+turn    one more token for each sequence, on the device from end to end
 
-Both give tokens that are on their way to the host: a caller may launch the next step before reading them.
+Both give tokens that are on their way to the host: a caller may launch the next step before reading them. On a GPU both are recorded as
+CUDA graphs: a step at once, a prompt of a size that comes again.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from codetta.errors import ArgumentError
+from codetta.errors import ArgumentError, CodettaError
 from codetta.integrations.dynamo import backend_of, compile
 from codetta.integrations.huggingface import Causal, Slots
 from codetta.options import Options
 from codetta.runtime.recorded import Recorded
-from codetta.runtime.sized import state_of
+from codetta.runtime.sized import addresses_of, lie_at, state_of
 from codetta.sampling import Sampling, draw, first_count
 from codetta.sampling import likeliest as likeliest_of
 
@@ -30,6 +31,9 @@ SAMPLED = 2  # recordings of a room, by kinds of sampling: each holds memory
 TOGETHER = 16  # prompts that are read at once: logits are made for each pair of a prompt and an end
 SHORTEST = 16  # tokens that a prompt is padded to
 LEAST = 1024  # tokens of a room that is made for a call
+RECORDED = 4096  # tokens, with their padding, of prompts that are read by a recording: for more, the device takes longer than the host
+LENGTHS = 8  # of prompts, whose recordings a room keeps
+BEFORE = 2  # prompts of a length that are read without a recording: as many as it takes to bind a plan
 KEPT = 1 << 30  # bytes of rooms that are kept for later calls, beside the current one, or as many as that has
 
 
@@ -89,7 +93,10 @@ class _Choice:
     ) -> None:  # fmt: skip
         # Equal prompts get answers of their own, others the one that they would get alone.
         again = [prompts[:at].count(prompt) for at, prompt in enumerate(prompts)]
-        self.rows.copy_(torch.tensor(again))
+        if any(again):
+            self.rows.copy_(torch.tensor(again))
+        else:
+            self.rows.zero_()  # a copy from the host would wait for the prompts
         self.counter.fill_(first_count(sampling.seed))
         self.first.copy_(self.counter)
         if barred:
@@ -139,6 +146,8 @@ class _Room:
     sampled: dict[Kind, Recorded] = field(default_factory=dict)
     shift: Tensor | None = None  # (batch,): how far positions are from places, where somebody has said so
     bare: Recorded | None = None
+    # By their padded length; the last ones used, in that order.
+    prompts: dict[int, _Prompts] = field(default_factory=dict)
 
     def behind(self) -> Tensor:
         """The logits behind the tokens, for somebody else to choose by; the next call's come into the same memory."""
@@ -160,6 +169,14 @@ class _Room:
         choice, logits = self.choice, self.logits
         return Recorded(lambda: choice.choose(logits(), kind), [self.slots.places, *choice.changed(kind.sampling)])
 
+    def prompts_of(self, length: int, prompt: Callable[..., Any], pool: Any) -> _Prompts | None:
+        """Those of a length that comes again; None if it does not yet, or cannot be recorded."""
+        self.prompts[length] = found = self.prompts.pop(length, None) or _Prompts(self.slots, length, prompt, pool)
+        if len(self.prompts) > LENGTHS:
+            del self.prompts[next(iter(self.prompts))]
+        found.times += 1
+        return found if found.times > BEFORE and not found.fails else None
+
     def send(self) -> Sent:
         """The tokens. Those sent before may still be unread, but no earlier ones."""
         return next(self.sent).send(self.choice.tokens)
@@ -168,6 +185,71 @@ class _Room:
         for each in (self.likeliest, self.bare, *self.sampled.values()):
             if each is not None:
                 each.forget()
+        for prompts in self.prompts.values():
+            prompts.recorded.forget()
+            prompts.times = 0
+
+
+class _Prompts:
+    """The prompts of a room, padded to one length, in memory that stays: how they are read can be recorded."""
+
+    def __init__(self, slots: Slots, length: int, prompt: Callable[..., Any], pool: Any) -> None:
+        batch, places = len(slots.places), slots.places
+        with torch.inference_mode(False):
+            # One tensor, and so one copy from the host: the tokens of all, then how many of each count.
+            self.given = torch.zeros(batch * (length + 1), dtype=torch.int64, device=places.device)
+        self.length = length
+        tokens, lengths = self.given[: batch * length].view(batch, length), self.given[batch * length :]
+
+        def read() -> Tensor:
+            logits: Tensor
+            logits, keys, values = prompt(tokens, lengths - 1)
+            if not slots.hold(keys, values):
+                raise CodettaError("the model's keys and values are of another kind than they were")
+            slots.put(slice(None), keys, values, lengths)
+            return logits
+
+        self.recorded = Recorded(read, [places], pool)
+        self.times = 0  # that prompts of this length have come
+        self.fails = False  # to be recorded
+
+    def __call__(self, prompts: list[list[int]]) -> Tensor:
+        """The logits behind each, with keys and values in slots; the next call's come into the same memory."""
+        numbers = [token for each in prompts for token in (*each, *[0] * (self.length - len(each)))]
+        self.given.copy_(torch.tensor([*numbers, *map(len, prompts)]))
+        return self.recorded()
+
+
+class _Weights:
+    """Parameters and buffers as recordings have read them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = _tensors(model)
+        self.refs = [weakref.ref(each) for each in tensors]
+        self.states = [state_of(each) for each in tensors]
+        self.counted = not any(
+            each.is_inference() for each in tensors
+        )  # where nobody counts versions, everything is looked at anew
+        self.which = list(range(len(tensors)))
+        self.addresses = addresses_of(tensors, self.which)
+
+    def are_there(self) -> bool:
+        """Whether all of them are in memory, where they were: what reads them does no harm."""
+        tensors = [each() for each in self.refs]
+        there = self.counted and all(each is not None for each in tensors)
+        return there and lie_at(tensors, self.addresses, self.which)
+
+    def hold(self, model: nn.Module) -> bool:
+        """Whether they still are the model's, and unchanged."""
+        tensors = _tensors(model)
+        return len(tensors) == len(self.refs) and all(
+            ref() is each and state_of(each) == state
+            for ref, each, state in zip(self.refs, tensors, self.states, strict=True)
+        )
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def padded(length: int, most: int) -> int:
@@ -193,11 +275,14 @@ class Decoder:
             )
         known = backend_of(model)
         self.options = options or (known.options if known is not None else Options())
-        self.prompt = compile(self.causal.prompt, options=self.options)
+        # What is recorded here as a whole needs no recordings of parts.
+        self.prompt = compile(self.causal.prompt, options=replace(self.options, graphs="off"))
+        # Memory of the recordings of prompts, which never run at the same time.
+        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.rooms: list[_Room] = []  # of the last calls, the current one last
         self.current: _Room | None = None
         self.recorded: Recorded | None = None
-        self.weights: list[tuple[weakref.ref[Tensor], tuple[object, ...]]] = []
+        self.weights: _Weights | None = None
         # Whether a step is to be launched before the last one's tokens are read. A CPU would gain nothing by it.
         self.ahead = self.device.type == "cuda"
 
@@ -231,6 +316,31 @@ class Decoder:
     @torch.no_grad()
     def read(self, prompts: list[list[int]]) -> Tensor:
         """The logits behind each prompt, with its keys and values in the slot of its number."""
+        logits = self._read_again(prompts)
+        return self._read(prompts) if logits is None else logits
+
+    def _read_again(self, prompts: list[list[int]]) -> Tensor | None:
+        """By a recording, if there are as many prompts of the same padded length as before; None if not."""
+        length = padded(max(map(len, prompts)), self.context)
+        room = self._fitting(len(prompts)) if len(prompts) * length <= RECORDED else None
+        if room is None or self.options.graphs == "off" or self._has_moved():
+            return None
+        found = room.prompts_of(length, self.prompt, self.pool)
+        if found is None:
+            return None
+        self._take(room)
+        if found.recorded.is_there:
+            logits = found(prompts)
+            # The host looks while the device reads: where parameters have changed, all is read once more.
+            return None if self._look_at_parameters() else logits
+        self._look_at_parameters()
+        try:
+            return found(prompts)
+        except Exception:  # such as a model that waits for the device: it can be called, and no more
+            found.fails = True
+            return None
+
+    def _read(self, prompts: list[list[int]]) -> Tensor:
         self._look_at_parameters()
         # Neighbours in length are padded least.
         order = sorted(range(len(prompts)), key=lambda at: len(prompts[at])) if len(prompts) > TOGETHER else None
@@ -244,7 +354,7 @@ class Decoder:
             last = torch.tensor(lengths, device=self.device) - 1
             found, keys, values = self.prompt(tokens, last)
             room = self.room(len(prompts), keys, values)
-            room.slots.put(slice(None) if order is None else list(rows), keys, values, lengths)
+            room.slots.put(slice(None) if order is None else list(rows), keys, values, last + 1)
             logits.append(found)
         if order is None:
             return logits[0]
@@ -268,12 +378,9 @@ class Decoder:
     def room(self, batch: int, keys: list[Tensor], values: list[Tensor], shifted: bool = False) -> _Room:
         """One that was used before, if it fits, with what was compiled for it."""
         rooms = self.rooms = [each for each in self.rooms if each.slots.hold(keys, values)]
-        for each in rooms:
-            same = len(each.slots.places) == batch and each.slots.context == self.context
-            if same and (each.shift is not None) == shifted:
-                self.rooms = [*(other for other in rooms if other is not each), each]
-                self.current = each
-                return each
+        fitting = self._fitting(batch, shifted)
+        if fitting is not None:
+            return self._take(fitting)
         self.current = self.recorded = None
         bytes_of = sum(each[0, :, 0].numel() * each.element_size() for each in [*keys, *values]) * batch * self.context
         while rooms and sum(each.slots.bytes for each in rooms) > max(KEPT, bytes_of):
@@ -296,6 +403,19 @@ class Decoder:
         self.current = made
         return made
 
+    def _fitting(self, batch: int, shifted: bool = False) -> _Room | None:
+        for each in self.rooms:
+            same = len(each.slots.places) == batch and each.slots.context == self.context
+            if same and (each.shift is not None) == shifted:
+                return each
+        return None
+
+    def _take(self, room: _Room) -> _Room:
+        """Have it the current one."""
+        self.rooms = [*(other for other in self.rooms if other is not room), room]
+        self.current = room
+        return room
+
     def _furnished(self, slots: Slots, shifted: bool) -> _Room:
         shift = torch.zeros_like(slots.places) if shifted else None
         step = compile(self.causal.step(slots, shift), options=self.options, dynamic=False)
@@ -313,16 +433,18 @@ class Decoder:
         sent = cycle([Sent(tokens), Sent(tokens)])
         return _Room(slots, choice, step, logits, Recorded(likeliest, [places, tokens]), sent, shift=shift)
 
-    def _look_at_parameters(self) -> None:
-        """Recordings read what was made of parameters and buffers; they are made anew when those have changed or are others."""
-        if self.device.type != "cuda":
-            return
-        model = self.causal.model
-        now = [(weakref.ref(each), state_of(each)) for each in (*model.parameters(), *model.buffers())]
-        same = len(now) == len(self.weights) and all(
-            new() is old() and state == was for (new, state), (old, was) in zip(now, self.weights, strict=True)
-        )
-        if not same:
-            self.weights = now
-            for each in self.rooms:
-                each.forget()
+    def _has_moved(self) -> bool:
+        """Whether what recordings read may be no more, or elsewhere. Much faster than looking for all changes."""
+        return self.device.type == "cuda" and (self.weights is None or not self.weights.are_there())
+
+    def _look_at_parameters(self) -> bool:
+        """Recordings read what was made of parameters and buffers; they are made anew when those have changed or are others, which is
+        returned."""
+        if self.device.type != "cuda":  # where nothing is recorded
+            return False
+        if self.weights is not None and self.weights.hold(self.causal.model):
+            return False
+        self.weights = _Weights(self.causal.model)
+        for each in self.rooms:
+            each.forget()
+        return True

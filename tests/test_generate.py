@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import runpy
 from functools import cache
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 import codetta
 from codetta.cli import app
-from codetta.decode import SAMPLED, SHORTEST, TOGETHER, Decoder, Kind, Sent, padded
+from codetta.decode import BEFORE, LENGTHS, SAMPLED, SHORTEST, TOGETHER, Decoder, Kind, Sent, _Weights, padded
 from codetta.runtime.recorded import WARM, Recorded
 from codetta.sampling import Sampling, choose
 from codetta.steps import Launch, Run
@@ -338,6 +339,60 @@ def test_rooms_are_used_again() -> None:
             ]  # together no larger than the new one
             decoder.rooms.pop(1), decoder.rooms.insert(0, decoder.rooms.pop())
             assert answer(200) == (512, decoder.current.step)
+
+
+def test_prompts_of_a_size_that_comes_again() -> None:
+    """They are read in memory that stays, for a recording; another length, and another number of them, too."""
+    generator = codetta.Generator(model("Llama"), context=64)
+    decoder = generator.decoder
+    with mock.patch.object(decoder, "_read", wraps=decoder._read) as plain:
+        for round in range(BEFORE + 3):
+            for prompts in (PROMPTS[:1], PROMPTS, [list(range(3, 30))]):
+                shifted = [[(token + round) % 117 + 3 for token in each] for each in prompts]
+                made = [each.tokens for each in generator(shifted, tokens=3)]
+                assert made == [expected("Llama", tuple(each), 3) for each in shifted]
+            if round == BEFORE:
+                plain.reset_mock()
+        assert plain.call_count == 0
+        for length in range(1, 64):
+            generator([list(range(3, 3 + length))] * 2, tokens=1)
+        assert all(len(each.prompts) <= LENGTHS for each in decoder.rooms)
+
+
+def test_prompts_that_cannot_be_recorded() -> None:
+    """They are read as they were before; so are those of a model that has changed its type."""
+    plain = copy.deepcopy(model("Llama"))
+    generator = codetta.Generator(plain, context=64)
+    ask = lambda: generator(PROMPTS[0], tokens=3).tokens  # noqa: E731
+    want = [ask() for _ in range(BEFORE)]
+    with mock.patch.object(Recorded, "__call__", side_effect=RuntimeError("operation not permitted")) as call:
+        assert generator.decoder.read([PROMPTS[0]]).argmax() == want[0][0]
+        generator.decoder.read([PROMPTS[0]])
+        assert call.call_count == 1
+    assert [*want, ask()] == [list(expected("Llama", tuple(PROMPTS[0]), 3))] * (BEFORE + 1)
+    for _ in range(BEFORE + 1):
+        generator(PROMPTS[1], tokens=3)
+    plain.double()
+    assert generator(PROMPTS[1], tokens=3).tokens == expected("Llama", tuple(PROMPTS[1]), 3)
+    assert generator.decoder.current.slots.keys[0].dtype == torch.float64
+
+
+def test_weights_that_recordings_have_read() -> None:
+    linear = nn.Linear(4, 4)
+    weights = _Weights(linear)
+    assert weights.are_there() and weights.hold(linear)
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    assert weights.are_there() and not weights.hold(linear)
+    weights = _Weights(linear)
+    linear.weight.data = linear.weight.data.clone()
+    assert not weights.are_there()
+    weights = _Weights(linear)
+    linear.bias = nn.Parameter(torch.zeros(4))
+    assert not weights.are_there() and not weights.hold(linear)
+    with torch.inference_mode():
+        linear = nn.Linear(4, 4)
+    assert not _Weights(linear).are_there()
 
 
 # ---- a step ahead of the host -----------------------------------------------------------------------------------

@@ -42,13 +42,13 @@ class Slots:
                  ((self.keys, self.values), (keys, values))]  # fmt: skip
         return kinds[0] == kinds[1]
 
-    def put(self, slots: slice | list[int], keys: list[Tensor], values: list[Tensor], lengths: list[int]) -> None:
+    def put(self, slots: slice | list[int], keys: list[Tensor], values: list[Tensor], lengths: Tensor) -> None:
         """Prompts', as (prompts, heads, length, head). What stands behind the length of each is nobody's: a step writes its own there
         before anybody looks."""
         for rooms, found in ((self.keys, keys), (self.values, values)):
             for room, each in zip(rooms, found, strict=True):
                 room[slots, :, : each.shape[2]] = each
-        self.places[slots] = torch.tensor(lengths, device=self.places.device)
+        self.places[slots] = lengths
 
 
 def plain(model: nn.Module, kind: type | None = None) -> Any:
@@ -81,7 +81,7 @@ class Causal:
             want = model(input_ids=tokens, return_dict=True).logits[:, -1].float()
             _, keys, values = causal.prompt(tokens[:, :-1])
             slots = causal.slots(1, CHECKED, keys, values)
-            slots.put([0], keys, values, [CHECKED - 1])
+            slots.put([0], keys, values, torch.tensor([CHECKED - 1], device=tokens.device))
             found = causal.step(slots)(tokens[:, -1], slots.places).float()
         except Exception as error:  # whatever a model of another kind raises
             problem = f"cannot be called with a cache of keys and values ({type(error).__name__}: {error})"

@@ -8,11 +8,11 @@ or kept, the function runs without the graph.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from codetta.errors import CodettaError
 from codetta.runtime.bound import Bound
-from codetta.runtime.recorded import own_workspaces
+from codetta.runtime.recorded import record, recording
 from codetta.runtime.sized import addresses_of, lie_at
 
 FRESH, LENT, KEPT, TOKEN = "fresh", "lent", "kept", "token"
@@ -57,7 +57,7 @@ class Replay:
             at: [each.data_ptr() for each in value] for at, value in enumerate(given) if isinstance(value, list)
         }
         before = torch.cuda.memory_reserved(self.device)
-        self.graph, results = self._record(given)
+        self.graph, results = record(partial(self._bare, given), self.device)
         self.bytes = max(torch.cuda.memory_reserved(self.device) - before, 0)
         self.token: StorageWeakRef | None = None
         self.results = [self._result(value, how, given) for value, how in zip(results, policy, strict=True)]
@@ -90,23 +90,8 @@ class Replay:
             self.graph.replay()
             return tuple([self._handed(how, value, args) for how, value in self.results])
 
-    # ---- recording
-
-    def _record(self, given: list[Any]) -> tuple[torch.cuda.CUDAGraph, tuple[Any, ...]]:
-        side, graph = _side_stream(self.device), torch.cuda.CUDAGraph()
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        try:
-            with own_workspaces(), torch.cuda.stream(side):
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    results = self.bound(list(given), self.bound.addresses(given))
-                finally:
-                    graph.capture_end()
-        except BaseException:
-            _end_capture(side)
-            raise
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        return graph, results
+    def _bare(self, given: list[Any]) -> tuple[Any, ...]:
+        return self.bound(list(given), self.bound.addresses(given))
 
     # ---- results
 
@@ -196,7 +181,7 @@ class Replays:
             if self.calls > self.PATIENCE:
                 self.why = "its arguments lie elsewhere at every call"
             return None
-        if not _recording.acquire(blocking=False):  # random numbers know of one recording at a time
+        if not recording.acquire(blocking=False):  # random numbers know of one recording at a time
             return None
         try:
             self.current = Replay(self.bound, args, moving, self.same, self.policy)
@@ -205,7 +190,7 @@ class Replays:
             torch.cuda.current_stream(self.bound.device).synchronize()
             return None
         finally:
-            _recording.release()
+            recording.release()
         _shelf.add(self)
         return self.current
 
@@ -271,25 +256,6 @@ class _Shelf:
 
 
 _shelf = _Shelf()
-_recording = threading.Lock()
-_side: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that is recorded."""
-    if device not in _side:
-        _side[device] = torch.cuda.Stream(device)
-    return _side[device]
-
-
-def _end_capture(side: torch.cuda.Stream) -> None:
-    """Have PyTorch's random numbers know that a recording which failed is over: only one that ends well tells them."""
-    graph = torch.cuda.CUDAGraph()
-    with contextlib.suppress(Exception), torch.cuda.stream(side):
-        some = torch.zeros(1, device=side.device)
-        graph.capture_begin(capture_error_mode="thread_local")
-        some.add_(1)
-        graph.capture_end()
 
 
 def _like(tensor: Tensor) -> Tensor:
