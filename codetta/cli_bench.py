@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -179,6 +180,42 @@ def decode(
             "a token; kl: against eager fp32",
         )
     )
+    finish(as_json, record.json())
+
+
+@bench_app.command()
+@reported
+def generate(
+    model: Annotated[
+        list[str] | None, typer.Option(help="A published shape, such as llama-3.2-1b; may be repeated.")
+    ] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
+    batch: Annotated[list[int] | None, typer.Option(help="Prompts that are read together; may be repeated.")] = None,
+    setting: Annotated[list[str] | None, typer.Option(help="One of the table's settings; may be repeated.")] = None,
+    layers: Layers = 0,
+    only: Contenders = None,
+    device: Device = "",
+    rounds: Rounds = 5,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Text as people ask for it: the first token of prompts, and `generate` with its settings."""
+    from codetta.bench.generate import IMPLEMENTATIONS, measure_generate
+
+    where, console = pick_device(device), screen(as_json)
+    names = model or (["llama-3.2-1b"] if where.type == "cuda" else ["tiny"])
+    batches, settings = tuple(batch or [1, 8]), tuple(setting or ())
+    if min(batches) < 1:
+        raise ArgumentError("batch", "is less than 1", "pass a positive number")
+    wanted = known(only, IMPLEMENTATIONS)
+
+    def measure(name: str, _: Record) -> list[Row]:
+        return measure_generate(name, where, prompt, tokens, batches, settings, wanted, layers, rounds, console.print)
+
+    record = measured("generate", where, {name: partial(measure, name) for name in names}, out)
+    columns = ("model", "layers", "prompt", "batch", "setting", "impl", "ms", "first_ms")
+    console.print(plain_table(record, columns, "ms: a token, of whole calls; first_ms: the first call, which compiles"))
     finish(as_json, record.json())
 
 

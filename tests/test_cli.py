@@ -80,6 +80,17 @@ def test_bench_decode() -> None:
     assert all(abs(row["kl"]) < (1e-9 if row["dtype"] == "float32" else 1e-3) for row in rows)
 
 
+def test_bench_generate() -> None:
+    pytest.importorskip("transformers")
+    words = "bench generate --model tiny --layers 1 --prompt 8 --tokens 3 --batch 1 --rounds 1 --device cpu --json"
+    settings = ["first token", "plain", "min_new_tokens", "right padding"]
+    rows = run(*words.split(), *[word for each in settings for word in ("--setting", each)])["rows"]
+    assert [(row["setting"], row["impl"]) for row in rows] == [
+        ("first token", "eager"), ("first token", "codetta"), ("plain", "eager"), ("plain", "codetta"), ("min_new_tokens", "codetta"), ("right padding", "codetta"),
+    ]  # fmt: skip
+    assert all(row["ms"] > 0 and row["first_ms"] > 0 and row["layers"] == 1 for row in rows)
+
+
 def test_default_sizes() -> None:
     gpu, cpu = (KernelBench(torch.device(kind)).jobs() for kind in ("cuda", "cpu"))
     assert {(d, f) for d, f, *_ in gpu} == {(2048, 8192), (4096, 14336), (8192, 28672)}
