@@ -68,6 +68,49 @@ def test_samples_and_changed_weights() -> None:
     assert sample(1) == fresh(small.PROMPTS[0], tokens=20, temperature=1.0, top_k=50, seed=1).tokens
 
 
+def test_recorded_prompts() -> None:
+    """Prompts of a size that comes again: the tokens are right, whatever becomes of the parameters between two calls."""
+    model = on_gpu("Llama")
+    generator = codetta.Generator(model, context=64)
+
+    def check(seed: int) -> bool:
+        """Whether a recording was there."""
+        for prompts in (small.PROMPTS[:1], small.PROMPTS):
+            shifted = [[(token + seed) % 117 + 3 for token in each] for each in prompts]
+            found = [each.tokens for each in generator(shifted, tokens=3)]
+            assert found == [expected(model, each, 3) for each in shifted]
+        return all(each.recorded.is_there for room in generator.decoder.rooms for each in room.prompts.values())
+
+    for seed in range(small.BEFORE + 2):
+        check(seed)
+    assert all(check(seed) for seed in range(20, 24))
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-2.0)
+        assert not check(1)
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.roll(1, 0))
+        assert not check(2)
+        for seed in range(small.BEFORE + 2):
+            check(seed)
+        for each in model.parameters():
+            each.data = each.data.flip(0).contiguous()
+        torch.cuda.empty_cache()
+        assert not check(3)
+    for seed in range(small.BEFORE + 2):
+        check(seed)
+    assert check(9)
+
+
+def test_prompts_that_wait_for_the_device_are_not_recorded() -> None:
+    model = on_gpu("Llama")
+    generator = codetta.Generator(model, context=64)
+    want = generator(small.PROMPTS[0], tokens=3).tokens
+    read = generator.decoder.prompt
+    generator.decoder.prompt = lambda *args: (torch.cuda.synchronize(), read(*args))[1]
+    for _ in range(small.BEFORE + 3):
+        assert generator(small.PROMPTS[0], tokens=3).tokens == want
+    assert torch.randn(3, device="cuda").isfinite().all()
+
+
 def test_recorded_samples_are_those_of_a_plain_loop() -> None:
     """A step ahead of the host and not, and with one recording for two seeds."""
     generator = codetta.Generator(on_gpu("Llama"), context=64)

@@ -16,6 +16,7 @@ from zoo import ZOO, outputs
 import codetta
 from codetta.bench import shapes
 from codetta.runtime.replay import Replay
+from codetta.runtime.speculation import Call
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -211,3 +212,54 @@ def test_training_goes_the_same_way() -> None:
             optimizer.zero_grad()
             losses.append(loss.detach())
         assert torch.equal(*losses), seed
+
+
+@torch.no_grad()
+def test_speculative_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that came before is launched first; whatever has changed since, the answer is that of a plain call."""
+    recorded, plain = both(llama())
+    served: list[bool] = []
+    results = Call.results
+
+    def watched(self: Call, *args: Any) -> Any:
+        found = results(self, *args)
+        served.append(found is not None)
+        return found
+
+    monkeypatch.setattr(Call, "results", watched)
+
+    def check(seed: int, **more: Any) -> bool:
+        """Whether the call was launched first."""
+        served.clear()
+        x = tokens(seed=seed)
+        found = [each(x, use_cache=False, **more).logits for each in (recorded, plain)]
+        assert torch.equal(*found), seed
+        return any(served)
+
+    for seed in range(CALLS):
+        check(seed)
+    assert all(check(seed) for seed in range(5))
+    kept = [recorded(tokens(seed=seed), use_cache=False).logits for seed in range(3)]
+    for seed, each in enumerate(kept):
+        assert torch.equal(each, plain(tokens(seed=seed), use_cache=False).logits)
+
+    for model in (recorded, plain):  # written to
+        model.model.norm.weight.mul_(1.5)
+        model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    for seed in range(CALLS):
+        check(seed)
+    for model in (recorded, plain):  # replaced
+        model.model.layers[1].mlp = copy.deepcopy(plain.model.layers[0].mlp)
+    for seed in range(3):
+        check(seed)
+    for model in (recorded, plain):  # moved
+        for each in model.parameters():
+            each.data = each.data.clone()
+    gc.collect()
+    torch.cuda.empty_cache()
+    for seed in range(3):
+        check(seed)
+    for model in (recorded, plain):  # another module, in the middle
+        model.model.layers[0].register_forward_hook(lambda module, args, result: result * 0.5)
+    for seed in range(3):
+        check(seed)
