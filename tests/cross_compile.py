@@ -38,7 +38,8 @@ def two_widths(acc0, acc1):  # type: ignore[no-untyped-def]
     return {"y": codetta.silu(left) * right, "raw": acc0, "z": acc1, "total": codetta.row_sum(acc1)}
 
 
-FEW_ROWS = {"few": 3, "sixteen": 16}  # met element by element, and at once
+# Met element by element; at once; by narrow tiles of the specialised loops.
+FEW_ROWS = {"few": 3, "sixteen": 16, "short": 128}
 
 
 def bound(name: str, dtype: torch.dtype) -> tuple[Program, Binding]:

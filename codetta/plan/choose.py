@@ -18,7 +18,7 @@ from codetta.plan.traffic import CONSUMERS, SPECIALISED, specialised_tiles, why_
 from codetta.program import Program, Segment
 
 # Buckets of M: within one, the same tile serves. Upper ends; above the last is one more bucket.
-BUCKETS = (1, 2, 4, 16, 64, 256, 1024, 4096)
+BUCKETS = (1, 2, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 STAGES = ((8, 512), (16, 256), (32, 128), (32, 64), (32, 32))  # rows and columns of a tile without a product
 FEW = 64  # rows, up to which the weights' way to the chip is all that counts
 STREAMED = 4  # rows at most that meet weights element by element
@@ -26,7 +26,7 @@ STREAMED = 4  # rows at most that meet weights element by element
 STREAMS = ((2, 4096), (4, 2048), (8, 1024), (16, 512))
 # Columns, depth and stages of a tile for up to 16 rows, narrow ones first, and blocks of them that a multiprocessor holds (measured on an
 # H200, docs/log.md): a product takes the first of which all blocks run at once. PAIRED: for pairs of strips.
-EARLY, PAIRED, UNITS = (((32, 256, 6), 1), ((64, 256, 4), 1), ((64, 256, 3), 2), ((128, 128, 4), 2)), (64, 128, 4), 132
+EARLY, PAIRED = (((32, 256, 6), 1), ((64, 256, 4), 1), ((64, 256, 3), 2), ((128, 128, 4), 2)), (64, 128, 4)
 SMALL_SPILL = 128  # registers that the specialised loop may lack and still be the best guess
 
 
@@ -143,7 +143,7 @@ def _early_tiles(program: Program, rows: int, target: Target | None) -> list[Til
     if all(len(segment.strips) > 1 for segment in program.narrow.segments):
         shapes = [PAIRED]
     else:
-        shapes = [shape for shape, held in EARLY if program.cols <= shape[0] * held * UNITS] or [EARLY[-1][0]]
+        shapes = [shape for shape, held in EARLY if program.cols <= shape[0] * held * target.units] or [EARLY[-1][0]]
     shapes += [shape for shape, _ in EARLY if shape not in shapes]
     return [Tile(16, cols, depth, stages, 4, 8, 1, early=True) for cols, depth, stages in shapes]
 
@@ -158,7 +158,7 @@ def candidates(
     if not program.multiplies:
         return _stage_tiles(program, target)
     if target is not None and target.warpgroups and aligned and not 0 < rows <= 64:
-        for tile in specialised_tiles(program, target):
+        for tile in specialised_tiles(program, target, rows):
             reasons = why_not(program, tile) + why_not_specialised(program, tile)
             refused += reasons
             if not reasons:

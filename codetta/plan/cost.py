@@ -10,6 +10,7 @@ import math
 import torch
 
 from codetta.plan.target import Target, unit_count
+from codetta.plan.tile import Tile
 from codetta.program import Operand, Program, Sink, Store
 from codetta.stat import FIELDS
 
@@ -48,6 +49,26 @@ def flops(program: Program, rows: int) -> int:
 def predicted_ms(program: Program, rows: int, target: Target, samples: int = 1) -> float:
     """The roofline: as long as its multiplications or its bytes take at the target's best, whichever is longer."""
     return max(flops(program, rows) / target.matmul_tflops, bytes_moved(program, rows, samples) / target.read_tbs) / 1e9
+
+
+# What a multiprocessor spends on a tile beside its main loop, on an H200: filling the ring, and the epilogue of the last tile, which nothing hides.
+FILL_US, EPILOGUE_US = 1.5, 3.0
+L2_TBS = 8.0  # that all multiprocessors together read, where several want the same lines (H200)
+
+
+def loop_us(program: Program, rows: int, tile: Tile, target: Target) -> float:
+    """Microseconds of the product on such tiles, one for each multiprocessor at a time.
+
+    Only for comparing tiles: a wide one multiplies more for the bytes that it reads, narrow ones leave fewer multiprocessors without work.
+    """
+    tiles = -(-rows // tile.rows) * sum(tile.column_tiles(segment) for segment in program.segments)
+    busy = min(tiles, target.units)
+    step_flops = 2 * tile.rows * tile.cols * tile.depth
+    step_bytes = (tile.rows + tile.cols) * tile.depth * program.a_dtype.itemsize
+    step = max(step_flops * target.units / target.matmul_tflops, step_bytes * busy / L2_TBS) / 1e6
+    whole_epilogue = EPILOGUE_US * tile.cols / 256
+    rounds = -(-tiles // target.units)
+    return rounds * (math.ceil(program.k / tile.depth) * step + FILL_US) + whole_epilogue
 
 
 # A program of ours for a weight's gradient is as fast as the vendor's product where its tiles, all of one size, leave hardly a part of the

@@ -21,8 +21,10 @@ class Target:
     warp: int  # threads
     shared: int  # bytes of shared memory that one block can have
     registers: int  # 32-bit registers per thread at most
+    # Of the common part, for predictions (sm_90: measured on an H200, else published):
+    units: int  # multiprocessors
     read_tbs: float  # terabytes a second from memory, and
-    matmul_tflops: float  # bf16 operations a second: of the common part, for predictions (sm_90: measured on an H200, else published)
+    matmul_tflops: float  # bf16 operations a second
     bulk_copy: bool  # tensor descriptors are copied by hardware
     warpgroups: bool  # asynchronous matrix instructions of four warps (wgmma)
     fp8: bool  # converts fp8 e4m3 in hardware
@@ -53,11 +55,23 @@ TARGETS = {
     target.name: target
     for target in (
         Target(
-            "sm_80", "cuda", 80, 32, 166_912, 255, 2.0, 312, bulk_copy=False, warpgroups=False, fp8=False, headroom=0.85
+            "sm_80",
+            "cuda",
+            80,
+            32,
+            166_912,
+            255,
+            108,
+            2.0,
+            312,
+            bulk_copy=False,
+            warpgroups=False,
+            fp8=False,
+            headroom=0.85,
         ),
-        Target("sm_90", "cuda", 90, 32, 232_448, 255, 4.3, 750, bulk_copy=True, warpgroups=True, fp8=True),
-        Target("sm_100", "cuda", 100, 32, 232_448, 255, 8.0, 2250, bulk_copy=True, warpgroups=False, fp8=True),
-        Target("sm_120", "cuda", 120, 32, 101_376, 255, 1.8, 210, bulk_copy=True, warpgroups=False, fp8=True),
+        Target("sm_90", "cuda", 90, 32, 232_448, 255, 132, 4.3, 750, bulk_copy=True, warpgroups=True, fp8=True),
+        Target("sm_100", "cuda", 100, 32, 232_448, 255, 148, 8.0, 2250, bulk_copy=True, warpgroups=False, fp8=True),
+        Target("sm_120", "cuda", 120, 32, 101_376, 255, 170, 1.8, 210, bulk_copy=True, warpgroups=False, fp8=True),
         Target(
             "gfx942",
             "hip",
@@ -65,6 +79,7 @@ TARGETS = {
             64,
             65_536,
             512,
+            304,
             5.3,
             1307,
             bulk_copy=False,
@@ -79,6 +94,7 @@ TARGETS = {
             64,
             163_840,
             512,
+            256,
             8.0,
             2500,
             bulk_copy=False,

@@ -14,12 +14,15 @@ import torch
 
 from codetta.errors import Reason
 from codetta.ir.graph import Frame, Node
+from codetta.plan.cost import loop_us
 from codetta.plan.target import Target
 from codetta.plan.tile import Tile
 from codetta.program import Operand, Program, Segment, Store
 
 CONSUMERS = 2  # warpgroups that share a tile, half of its rows each
 SPECIALISED = ("specialised", "detached")  # loops whose warps have different jobs
+WIDTHS = (256, 128, 64)  # columns of their tiles
+WIDEST_CHUNK = 128  # columns that the epilogue's warps have registers for
 MOVABLE = (torch.bfloat16, torch.float16, torch.float32)
 BARRIERS = 1024  # bytes for barriers and the captured arguments of the warp partitions
 
@@ -214,16 +217,18 @@ def parked_bytes(program: Program, tile: Tile) -> int:
     return tile.rows * tile.cols * program.a_dtype.itemsize if tile.loop == "detached" else 0
 
 
-def specialised_tiles(program: Program, target: Target) -> list[Tile]:
-    """Tiles for the warp-specialised loops, best guess first.
+def specialised_tiles(program: Program, target: Target, rows: int = 0) -> list[Tile]:
+    """Tiles for the warp-specialised loops and so many rows (0: very many), best guess first.
 
     The detached loop hides whatever the epilogue does and was faster for every program measured on an H200 (docs/log.md);
     the attached one keeps the accumulator in full precision. With more than two reductions the detached epilogue keeps more
-    values alive than its warps have registers for.
+    values alive than its warps have registers for. Few rows are too few wide tiles for all multiprocessors.
     """
-    attached, detached = ring_tiles(program, target, "specialised"), ring_tiles(program, target, "detached")
     crowded = max(len(segment.sinks) for segment in program.segments) > 2
-    return attached + detached if crowded else detached + attached
+    loops = ("specialised", "detached") if crowded else ("detached", "specialised")
+    widths = list(WIDTHS) if rows else [WIDTHS[0]]
+    widths.sort(key=lambda cols: loop_us(program, rows, Tile(cols=cols, depth=64), target))
+    return [tile for loop in loops for cols in widths for tile in ring_tiles(program, target, loop, cols=cols)]
 
 
 def ring_tiles(program: Program, target: Target, loop: str, rows: int = 128, cols: int = 256) -> list[Tile]:
@@ -233,7 +238,7 @@ def ring_tiles(program: Program, target: Target, loop: str, rows: int = 128, col
     # Many tile columns: visiting more rows of tiles between them keeps B in L2 longer.
     group = 16 if sum(-(-product.cols // cols) for product in program.products) >= 32 else 8
     options: list[tuple[tuple[float, int], Tile]] = []
-    for chunks in (2, 4, 8):
+    for chunks in (each for each in (1, 2, 4, 8) if cols // each <= WIDEST_CHUNK):
         for stages in (4, 3):
             base = Tile(rows, cols, depth, stages, 4, group, chunks, loop)
             if all(base.chunk(segment) >= 16 for segment in program.segments):
