@@ -6,7 +6,8 @@ import copy
 import ctypes
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from zoo import ZOO, outputs
 
 import codetta
 from codetta.integrations.dynamo import Backend, backend_of
+from codetta.runtime import speculation
 from codetta.runtime.bindings import MOST, Bindings
 from codetta.runtime.bound import ALIGNMENT, Bound, packed
 from codetta.runtime.invocation import Address, Invocation, Number, TensorMap
@@ -251,6 +253,55 @@ def test_a_hundred_lengths_are_bounded() -> None:
             x = torch.randn(length, 64)
             torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
     assert all(len(each.known) <= MOST for each in all_bindings(compiled))
+
+
+@torch.no_grad()
+def test_launches_on_another_gpu_than_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second GPU where there is none: the thread's current device is a number here, and what is launched notes it."""
+    current, noted = [0], list[int]()
+
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], wanted.index
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    model = codetta.compile(nn.Sequential(Block(), Block()), dynamic=True)
+    x, short = torch.randn(7, 64), torch.randn(3, 64)
+    results = [model(x) for _ in range(3)], [model(short)]
+    (bindings,) = all_bindings(model)
+    (bound,) = bound_of(model)
+    launch, plain = Launches.__call__, bindings.plain
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(Launches, "__call__", lambda self, *args: noted.append(current[0]) or launch(self, *args))
+    monkeypatch.setattr(bindings, "plain", lambda args: noted.append(current[0]) or plain(args))
+    for index in (1, 0):
+        bindings.device, began = torch.device("cuda", index), len(noted)
+        assert torch.equal(model(x), results[0][0]) and torch.equal(model(short), results[1][0])
+        assert set(noted[began:]) == {index} and current == [0]
+
+    def fails(*args: object) -> None:
+        noted.append(current[0])
+        raise torch.OutOfMemoryError("no memory")
+
+    bindings.device = torch.device("cuda", 1)
+    monkeypatch.setattr(Launches, "__call__", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(x)
+    assert noted[-1] == 1 and current == [0]
+    # What is started before the call has arrived anywhere.
+    monkeypatch.setattr(Launches, "__call__", lambda self, *args: noted.append(current[0]) or launch(self, *args))
+    monkeypatch.setattr(speculation, "pays_on", lambda device: True)
+    monkeypatch.setattr(bindings, "plain", None)
+    for _ in range(2):
+        began = len(noted)
+        assert torch.equal(model(x), results[0][0])
+        assert set(noted[began:]) == {1} and current == [0]
+    assert model._compiled_call_impl.kinds.tries == {next(iter(model._compiled_call_impl.kinds.tries)): 0}
+    assert bound.device.type == "cpu"
 
 
 def test_a_check_looks_at_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:

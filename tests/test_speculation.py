@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -204,3 +206,136 @@ def test_a_call_that_arrives_nowhere_is_not_started_again() -> None:
     for _ in range(3):
         assert model(x) is x
     assert len(model.function.launches) == count + 1
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """On a CPU, too; the list tells of the calls at which something had been started whether it served."""
+    served: list[bool] = []
+    results = speculation.Call.results
+
+    def noted(call: speculation.Call, function: object, args: Any) -> Any:
+        started = call.started is not None
+        found = results(call, function, args)
+        if started:
+            served.append(found is not None)
+        return found
+
+    monkeypatch.setattr(speculation, "pays_on", lambda device: True)
+    monkeypatch.setattr(speculation.Call, "results", noted)
+    return served
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def _blocks() -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    return model, copy.deepcopy(model)
+
+
+def _close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_training_steps_are_started_with_the_parameters_of_their_time(everywhere: list[bool]) -> None:
+    """Norms' gains are multiplied into weights: what was made of parameters is made anew after each step of the optimiser."""
+    model, plain = _blocks()
+    codetta.compile(model)
+    steps = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
+    for _ in range(8):
+        x = torch.randn(5, 32)
+        for each, step in zip((model, plain), steps, strict=True):
+            step.zero_grad()
+            each(x).square().mean().backward()
+            step.step()
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(
+                ours, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    assert everywhere == [True] * 5
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_parameters_that_changed_between_calls(everywhere: list[bool], grad: bool) -> None:
+    model, plain = _blocks()
+    codetta.compile(model)
+
+    def same(count: int = 1) -> None:
+        for _ in range(count):
+            x = torch.randn(5, 32)
+            with torch.set_grad_enabled(grad):
+                _close(model(x), plain(x))
+
+    same(5)
+    assert everywhere == [True, True]
+    for each in (model, plain):
+        with torch.no_grad():
+            each[0].norm.weight.mul_(2)
+            each[1].up.weight.mul_(-1)
+            each[1].down.bias.data.add_(1)
+    same(2)
+    assert everywhere == [True] * 4
+    fresh = nn.Parameter(torch.randn(64, 32))
+    for each in (model, plain):
+        each[0].up.weight = fresh
+    same()
+    assert everywhere[4:] in ([], [False])  # the old one may be gone, or have been launched with
+    same(3)
+    for each in (model, plain):
+        each[0].down.weight.data = fresh.data.t().contiguous()
+    same(3)
+    for each in (model, plain):
+        each.requires_grad_(False)
+    same(5)
+    assert everywhere[-2:] == [True, True]
+
+
+def test_results_of_calls_are_their_own(everywhere: list[bool]) -> None:
+    model, plain = _blocks()
+    codetta.compile(model)
+    inputs = [torch.randn(5, 32) for _ in range(6)]
+    with torch.no_grad():
+        results = [model(x) for x in inputs]
+        for x, result in zip(inputs, results, strict=True):
+            _close(result, plain(x))
+    assert everywhere == [True] * 3
+
+
+def test_several_sizes_and_modes_in_turns(everywhere: list[bool]) -> None:
+    model, plain = _blocks()
+    model[0].register_module("drop", nn.Dropout(0.0))
+    codetta.compile(model)
+    for turn in range(6):
+        for rows in (1, 3, 7):
+            x = torch.randn(rows, 32)
+            for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+                with context:
+                    _close(model(x), plain(x))
+        model.train(turn % 2 == 0)
+    assert everywhere == [True] * 15
+
+
+def test_threads(everywhere: list[bool]) -> None:
+    model, plain = _blocks()
+    codetta.compile(model)
+    inputs = [torch.randn(5, 32) for _ in range(40)]
+    with torch.no_grad():
+        for x in inputs[:4]:
+            model(x)
+
+    def call(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    with ThreadPoolExecutor(4) as pool:
+        for x, result in zip(inputs, pool.map(call, inputs), strict=True):
+            _close(result, plain(x))
+    assert any(everywhere)

@@ -152,10 +152,12 @@ class Replays:
         if self.current is None:
             current = self._recorded(args)
             return None if current is None else self._run(current, args)
-        results = self.ready(args)
-        if self.missed >= self.PATIENCE:  # something lies elsewhere for good
-            self.forget()
-        return results
+        return self.ready(args)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is a graph, or there will be none."""
+        return self.current is not None or self.why is not None
 
     def ready(self, args: list[Any]) -> tuple[Any, ...] | None:
         """The results from a graph that is there already."""
@@ -164,6 +166,8 @@ class Replays:
             return None
         if not current.takes(args):
             self.missed += 1
+            if self.missed >= self.PATIENCE:  # something lies elsewhere for good
+                self.forget()
             return None
         return self._run(current, args)
 

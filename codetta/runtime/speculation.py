@@ -1,8 +1,8 @@
-"""Speculative launch: a call that looks like an earlier one starts that one's recorded graph first, and is judged afterwards.
+"""Speculative launch: a call that looks like an earlier one launches what that one launched first, and is judged afterwards.
 
 Dynamo's guards, a model's wrappers and AOTAutograd's take longer than the kernels of many calls. All of them still run, but while the device
-is at work. When they arrive at the function that was expected, with the very tensors that its graph was started with, the results are
-there; when they arrive anywhere else, what was started is dropped: a graph writes to nothing but its own memory.
+is at work. When they arrive at the function that was expected, with the very tensors that it was started with, the results are there; when
+they arrive anywhere else, what was started is dropped: it writes to nothing but memory of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST = 64  # kinds of calls that are remembered for a model
 FUTILE = 4  # launches in a row that were of no use, after which a kind of call is left alone
 
 Key = tuple[object, ...]
-# A recorded graph: from arguments to results, or to None if it cannot take them now.
+# From arguments to results, without anything being compiled or decided; to None if it cannot take them now.
 Launch = Callable[[list[Any]], tuple[Any, ...] | None]
 
 
@@ -36,7 +36,7 @@ class Expected:
         number = {id(each): at for at, each in enumerate(leaves)}
         self.given = [(at, number[id(each)]) for at, each in enumerate(args) if id(each) in number]
         given = {at for at, _ in self.given}
-        # Whoever replaces a parameter wants its memory back: it is not held on to. A list holds what was made of parameters.
+        # Whoever replaces a parameter wants its memory back: it is not held on to.
         self.others = [
             weakref.ref(each, self._lose) if isinstance(each, Tensor) and at not in given else _Constant(each)
             for at, each in enumerate(args)
@@ -66,7 +66,7 @@ class _Constant:
 
 
 class Started:
-    """A graph that was started: for which function, with which arguments, with which results."""
+    """What was launched: for which function, with which arguments, with which results."""
 
     def __init__(self, function: object, args: list[Any], results: tuple[Any, ...]) -> None:
         self.function, self.args, self.results = function, args, results
@@ -95,7 +95,7 @@ class Call:
                     kinds.futile(key)
 
     def results(self, function: object, args: Sequence[Any]) -> tuple[Any, ...] | None:
-        """Of the function, if the graph that was started served it."""
+        """Of the function, if what was started serves it."""
         if self.arrived:
             return None
         self.arrived = True
@@ -108,7 +108,7 @@ class Call:
         return None
 
     def learn(self, function: object, launch: Launch, args: Sequence[Any]) -> None:
-        """That a call of this kind arrives at the function, with a graph that could have been started."""
+        """That a call of this kind arrives at the function, and what it could have launched at its beginning."""
         if self.kinds.is_worth_it(self.key) and _is_alone():
             self.kinds.expect(self.key, Expected(function, launch, args, self.leaves))
 
@@ -150,7 +150,7 @@ class Kinds:
 
     def _begun(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: object) -> Call | None:
         leaves: list[Tensor] = []
-        key: list[object] = [mode, torch.is_grad_enabled(), len(args), *kwargs]
+        key: list[object] = [mode, *_modes(), len(args), *kwargs]
         for value in (*args, *kwargs.values()):
             if type(value) is Tensor:
                 leaves.append(value)
@@ -169,6 +169,15 @@ def current() -> Call | None:
     """The call that this thread is in, until it has arrived at a function of a plan."""
     call: Call | None = getattr(_thread, "call", None)
     return None if call is None or call.arrived else call
+
+
+def _modes() -> tuple[bool, bool, bool]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()
+
+
+def pays_on(device: torch.device) -> bool:
+    """Whether the device works while the host goes on."""
+    return device.type == "cuda"
 
 
 def _is_observed() -> bool:
