@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,22 +26,26 @@ MOST = 256  # signatures that are remembered
 SEEN = "seen once"
 
 Signature = tuple[object, ...]
+Result = TypeVar("Result")
+Made = Callable[[Sequence[Any]], Any]
 
 
 class Bindings:
     """The function, called with its arguments in a list that is emptied.
 
-    varying: arguments that may have other sizes at the next call; all others are the same tensors, or tensors like them. numbers: among
-    them tensors on the host whose contents count, too. device: of all launches; None: the function is not bound.
+    made: from the arguments to the function's first one, which callers do not give; None: callers give all of them. varying: arguments that
+    may have other sizes at the next call; all others are the same tensors, or tensors like them. numbers: among them tensors on the host
+    whose contents count, too. device: of all launches; None: the function is not bound.
     """
 
     def __init__(
         self, function: Function, launch: Callable[..., Any], device: torch.device | None, varying: Sequence[str],
         numbers: Sequence[str] = (), policy: Sequence[str] = (), written: Collection[str] = (), pure: bool = False,
+        made: Made | None = None,
     ) -> None:  # fmt: skip
         """policy: of a recorded graph's results, one for each; none: nothing is recorded. written: arguments that are written to.
         pure: a call whose results are dropped leaves no trace."""
-        self.pure = pure
+        self.pure, self.made = pure, made
         self.function, self.launch, self.device, self.policy = function, launch, device, policy
         self.written = [at for at, name in enumerate(function.arguments) if name in written]
         self.varying = [function.arguments.index(name) for name in varying]
@@ -51,47 +55,67 @@ class Bindings:
         self.replays: dict[Bound, Replays] = {}
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
-        if self._is_elsewhere():
-            with torch.cuda.device(self.device):
-                return self._call(args)
-        return self._call(args)
+        return self._at_home(self._call, args)
 
-    def _is_elsewhere(self) -> bool:
-        """Whether the thread's current GPU is another one than that of the launches."""
+    def _at_home(self, call: Callable[..., Result], *args: Any) -> Result:
+        """The call, while the GPU of the launches is the thread's current one."""
         device = self.device
-        return device is not None and device.type == "cuda" and torch._C._cuda_getDevice() != (device.index or 0)
+        if device is not None and device.type == "cuda" and torch._C._cuda_getDevice() != (device.index or 0):
+            with torch.cuda.device(device):
+                return call(*args)
+        return call(*args)
 
     def _call(self, args: list[Any]) -> tuple[Any, ...]:
         if self.device is None or _is_watched():
-            return self.plain(args)
+            return self.plain(self._complete(args))
         call = speculation.current() if self.pure else None
         if call is not None:
             results = call.results(self, args)
             if results is not None:
                 return results
+        given = args if call is None else list(args)
+        args = self._complete(args)
         signature = self.signature(args)
         found = self.known.get(signature)
         if isinstance(found, Bound):
-            return self._bound(found, args, call)
+            if call is not None and self._is_settled(found):
+                call.learn(self, partial(self._at_home, self._ready, found), given)
+            return self._bound(found, args)
         if found == SEEN and not capturing():
             return self._bind(signature, args)
         if found is None:
             self._remember(signature, SEEN)
         return self.plain(args)
 
-    def _bound(self, bound: Bound, args: list[Any], call: speculation.Call | None) -> tuple[Any, ...]:
+    def _complete(self, args: list[Any]) -> list[Any]:
+        """All arguments of the function."""
+        return args if self.made is None else [self.made(args), *args]
+
+    def _bound(self, bound: Bound, args: list[Any]) -> tuple[Any, ...]:
         replays = self.replays.get(bound)
         if replays is not None and not capturing():
             results = replays(args)
             if results is not None:
-                if call is not None:
-                    call.learn(self, partial(self._ready, replays), args)
                 return results
         addresses = bound.addresses(args)
         return self.plain(args) if addresses is None else bound(args, addresses)
 
-    def _ready(self, replays: Replays, args: list[Any]) -> tuple[Any, ...] | None:
-        return None if self._is_elsewhere() else replays.ready(args)
+    def _is_settled(self, bound: Bound) -> bool:
+        """Whether it is known how this is launched best, and the device would run while the host goes on."""
+        replays = self.replays.get(bound)
+        return speculation.pays_on(bound.device) and (replays is None or replays.is_settled)
+
+    def _ready(self, bound: Bound, args: list[Any]) -> tuple[Any, ...] | None:
+        """The results for arguments of a call that is yet to come; None if there is more to do for them than to launch."""
+        if _is_watched() or not self._is_settled(bound):
+            return None
+        args = self._complete(args)
+        replays = self.replays.get(bound)
+        results = None if replays is None else replays.ready(args)
+        if results is not None:
+            return results
+        addresses = bound.addresses(args)
+        return None if addresses is None else bound(list(args), addresses)
 
     def signature(self, args: list[Any]) -> Signature:
         values: list[object] = [torch.get_num_threads()]

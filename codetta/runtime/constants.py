@@ -1,58 +1,90 @@
-"""Constants: what parameters alone decide (weights with a norm's gain in them, vectors), made when first needed and again whenever
-one of those parameters has changed."""
+"""Constants: tensors that depend on parameters alone, such as weights with a norm's gain multiplied in.
+
+A plan for inference keeps them between calls, and makes them again when PyTorch counts a change of one of their parameters. A plan for
+training makes them at every call: an optimiser changes all parameters anyway, and some optimisers write through pointers or `.data`, which
+PyTorch does not count.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
 
 from codetta.capture import Graph
-from codetta.ir.graph import Node
+from codetta.ir.graph import Node, topological
 from codetta.ir.op import apply, compute_dtype
+from codetta.rewrite.scale import ONE
 from codetta.runtime.sized import addresses_of, lie_at, state_of
+
+Weight = tuple[str, Node | None]  # a weight of the graph by its name, and the gain of its K columns
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How one constant is made. Called with the tensors of `sources`, then with the constants that `parts` numbers."""
+
+    graph: Graph
+    what: Weight | Node  # a Node: a row vector
+    sources: list[fx.Node]  # placeholders
+    parts: dict[Weight, int]
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        given = dict(zip(self.sources, tensors, strict=False))
+        parts = dict(zip(self.parts, tensors[len(self.sources) :], strict=True))
+        making = _Making(self.graph, given, parts)
+        return making.vector(self.what) if isinstance(self.what, Node) else making.weight(*self.what)
 
 
 class Constants:
-    """What parameters alone decide, by name; made anew when a parameter has changed."""
+    """The recipes of a plan's constants, in an order in which they can be made, and those that were made last."""
 
     def __init__(self, graph: Graph, placeholders: list[fx.Node]) -> None:
-        self.graph, self.placeholders = graph, placeholders
-        self.index = {each: number for number, each in enumerate(self.placeholders)}
-        self.recipes: list[Callable[[_Parameters], Tensor]] = []
-        self.keys: list[object] = []
-        self.watched: list[int] = []
+        self.graph = graph
+        self.index = {each: number for number, each in enumerate(placeholders)}
+        self.recipes: list[Recipe] = []
+        self.numbers: dict[Weight | Node, int] = {}
         self.made: list[Tensor] = []
         self.state: _State | None = None
 
     def weight(self, name: str, gain: Node | None) -> int:
-        return self._recipe(("weight", name, gain), lambda at: at.weight(name, gain))
+        """The number of the constant (N, K)."""
+        return self._number((name, gain), {})
 
     def vector(self, value: Node) -> int:
-        return self._recipe(("vector", value), lambda at: at.vector(value))
+        """The number of the constant row."""
+        # Sums over a weight with a gain are taken over the very copy that the product reads.
+        scaled = [(each.attr("weight"), each.attr("gain")) for each in topological([value]) if each.op == "vector"]
+        return self._number(value, {key: self.weight(*key) for key in scaled if key[1] is not None})
 
-    def _recipe(self, key: object, make: Callable[[_Parameters], Tensor]) -> int:
-        if key not in self.keys:
-            self.keys.append(key)
-            self.recipes.append(make)
-        return self.keys.index(key)
+    def _number(self, what: Weight | Node, parts: dict[Weight, int]) -> int:
+        if what not in self.numbers:
+            sources = list(dict.fromkeys(_sources(self.graph, what, set(parts))))
+            self.recipes.append(Recipe(self.graph, what, sources, parts))
+            self.numbers[what] = len(self.recipes) - 1
+        return self.numbers[what]
 
-    def fresh(self, inputs: Sequence[Any]) -> list[Tensor]:
+    def kept(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """All constants: those of the last call, unless one of their parameters has changed since."""
         if self.state is None or not self.state.holds(inputs):
-            at = _Parameters(self.graph, dict(zip(self.placeholders, inputs, strict=True)))
+            made: list[Tensor] = []
             with torch.no_grad():
-                self.made = [recipe(at) for recipe in self.recipes]
-            self.watched = sorted(self.index[each] for each in at.used)
-            self.state = _State(inputs, self.watched)
+                for recipe in self.recipes:
+                    sources = [inputs[self.index[each]] for each in recipe.sources]
+                    made.append(recipe(*sources, *(made[number] for number in recipe.parts.values())))
+            self.made = made
+            self.state = _State(
+                inputs, sorted({self.index[each] for recipe in self.recipes for each in recipe.sources})
+            )
         return self.made
 
 
 class _State:
     """Of the parameters that constants were made of."""
 
-    def __init__(self, inputs: Sequence[Any], watched: list[int]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], watched: list[int]) -> None:
         self.watched = watched
         tensors = [inputs[at] for at in watched]
         self.states = [state_of(each) for each in tensors]
@@ -61,7 +93,7 @@ class _State:
         self.where = addresses_of(inputs, watched)
         self.versions = [each._version for each in tensors] if self.plain else []
 
-    def holds(self, inputs: Sequence[Any]) -> bool:
+    def holds(self, inputs: Sequence[Tensor]) -> bool:
         if not self.plain:
             return [state_of(inputs[at]) for at in self.watched] == self.states
         if not lie_at(list(inputs), self.where, self.watched):
@@ -72,35 +104,55 @@ class _State:
             return False
 
 
-class _Parameters:
-    """The graph's parameters, for one making of the constants; remembers which were used."""
+def _sources(graph: Graph, what: Weight | Node, parts: set[Weight]) -> Iterator[fx.Node]:
+    """The placeholders that a constant is made of, beside other constants."""
+    if isinstance(what, Node):
+        for each in topological([what]):
+            if each.op == "load":
+                yield from _placeholders(graph.leaves[each.attr("name")].source)
+            elif each.op == "vector" and (each.attr("weight"), each.attr("gain")) not in parts:
+                yield from _sources(graph, (each.attr("weight"), each.attr("gain")), parts)
+        return
+    name, gain = what
+    yield from _placeholders(graph.weights[name].source)
+    if gain is not None:
+        yield from _sources(graph, gain, parts)
 
-    def __init__(self, graph: Graph, given: dict[fx.Node, Any]) -> None:
-        self.graph, self.known = graph, dict(given)
-        self.given = set(given)
-        self.used: set[fx.Node] = set()
-        self.weights: dict[tuple[str, Node | None], Tensor] = {}
+
+def _placeholders(each: fx.Node) -> Iterator[fx.Node]:
+    if each.op == "placeholder":
+        yield each
+    for source in each.all_input_nodes:
+        yield from _placeholders(source)
+
+
+@dataclass
+class _Making:
+    """The making of one constant."""
+
+    graph: Graph
+    known: dict[fx.Node, Tensor]
+    weights: dict[Weight, Tensor] = field(default_factory=dict)
 
     def tensor(self, each: fx.Node) -> Tensor:
-        if each in self.given:
-            self.used.add(each)
-        elif each not in self.known:
+        if each not in self.known:
             args, kwargs = fx.node.map_arg((each.args, each.kwargs), self.tensor)
             self.known[each] = each.target(*args, **kwargs)  # type: ignore[operator]
         return self.known[each]
 
     def weight(self, name: str, gain: Node | None) -> Tensor:
-        """(N, K), with the gain of its K columns multiplied in."""
-        if (name, gain) not in self.weights:
-            known = self.graph.weights[name]
-            part = known.matrix(self.tensor(known.source))
-            if gain is not None:
-                wide = compute_dtype(part.dtype)
-                scaled = (part.to(wide) * self.vector(gain).to(wide)).to(part.dtype)
-                # As the weight lies in memory, which the program was written for.
-                part = scaled.t().contiguous().t() if known.transposed else scaled.contiguous()
-            self.weights[name, gain] = part
-        return self.weights[name, gain]
+        """(N, K), with the gain of its K columns multiplied in, lying in memory as the program was written for."""
+        if (name, gain) in self.weights:
+            return self.weights[name, gain]
+        known = self.graph.weights[name]
+        part = known.matrix(self.tensor(known.source))
+        if gain is None:
+            return part
+        stored = part.t() if known.transposed else part  # its rows are contiguous, or are to be
+        row = self.vector(gain).to(compute_dtype(part.dtype))
+        made = torch.empty(stored.shape, dtype=part.dtype, device=part.device)
+        torch.mul(stored, row[:, None] if known.transposed else row, out=made)
+        return made.t() if known.transposed else made
 
     def vector(self, value: Node) -> Tensor:
         """A row made of parameters: fp32, or fp64 for a model in it."""
@@ -116,7 +168,9 @@ class _Parameters:
                 return flat.repeat(value.space.cols // flat.numel())
             case "vector":
                 weight = self.weight(value.attr("weight"), value.attr("gain"))
-                row = self.vector(value.args[0]).to(weight.device)
-                return (weight.to(compute_dtype(weight.dtype)) * row).sum(1)
+                wide = compute_dtype(weight.dtype)
+                if value.args[0] is ONE:
+                    return weight.sum(1, dtype=wide)
+                return (weight.to(wide) * self.vector(value.args[0]).to(weight.device)).sum(1)
         args = [self.vector(arg) for arg in value.args]
         return apply(value.op, args, dict(value.attrs))

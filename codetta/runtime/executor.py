@@ -36,8 +36,8 @@ class Executor:
     ) -> None:
         self.plan, self.running = plan, Running(plan)
         placeholders = plan.graph.nodes.find_nodes(op="placeholder")
-        self.constants = Constants(plan.graph, placeholders)
-        writer = Writer(plan, self.constants, compile_region)
+        constants = Constants(plan.graph, placeholders)
+        writer = Writer(plan, constants, compile_region)
         lines = writer.lines(plan.steps)
         inputs = [writer.variable(each) for each in placeholders]
         handing, results = writer.results(end=len(writer.output.args[0]))
@@ -46,12 +46,13 @@ class Executor:
         self.source = function.source
         policy = [FRESH] * len(results) if graphs else []
         self.bindings = Bindings(
-            function, launch, _device(plan), varying, policy=policy, written=_written(plan, writer), pure=_is_pure(plan)
+            function, launch, _device(plan), varying, policy=policy, written=_written(plan, writer), pure=_is_pure(plan),
+            made=constants.kept,
         )  # fmt: skip
 
     def __call__(self, *inputs: Any) -> Any:
         with self.running:
-            return self.bindings([self.constants.fresh(inputs), *inputs])
+            return self.bindings(list(inputs))
 
 
 class Training:
@@ -69,8 +70,7 @@ class Training:
         placeholders = plan.graph.nodes.find_nodes(op="placeholder")
         self.primals = [each for each in placeholders if not is_tangent(each)]
         self.tangents = [each for each in placeholders if is_tangent(each)]
-        self.constants = Constants(plan.graph, self.primals)
-        writer = self.writer = Writer(plan, self.constants, compile_region)
+        writer = self.writer = Writer(plan, None, compile_region)
         first = writer.lines(plan.steps[: plan.forward])
         second = writer.lines(plan.steps[plan.forward :])
         first = writer.beginning() + first
@@ -97,7 +97,7 @@ class Training:
         widths = f"torch.tensor([{', '.join(f'{name}.width' for name in stats)}], dtype=torch.int64)"
         handing, results = writer.results(end=len(self.results), differentiated=True)
         forward = Function(
-            "forward", ["made", *inputs], [*first, *handing, Line(widths, "widths", kind="fixed")], [*results, "widths", *leaving, *self.sizes],
+            "forward", inputs, [*first, *handing, Line(widths, "widths", kind="fixed")], [*results, "widths", *leaving, *self.sizes],
             writer.objects,
         )  # fmt: skip
         tangents = [writer.variable(each) for each in self.tangents]
@@ -116,8 +116,9 @@ class Training:
         first_policy = [FRESH] * len(results) + [TOKEN] + [KEPT] * (len(leaving) + len(self.sizes)) if graphs else []
         second_policy = [LENT] * len(self.gradients) if graphs else []
         written = _written(self.plan, writer)
-        pure = _is_pure(self.plan)
-        self.first = Bindings(forward, launch, device, varying, policy=first_policy, written=written, pure=pure)
+        self.first = Bindings(
+            forward, launch, device, varying, policy=first_policy, written=written, pure=_is_pure(self.plan)
+        )  # fmt: skip
         self.second = Bindings(
             backward, launch, device, [*self.sizes, *arriving, *tangents], ["widths"], policy=second_policy, written=written
         )  # fmt: skip
@@ -125,7 +126,7 @@ class Training:
     def forward(self, *inputs: Any) -> Any:
         """The results, then what is carried over: tensors, then sizes."""
         with self.running:
-            return self.first([self.constants.fresh(inputs), *inputs])
+            return self.first(list(inputs))
 
     def backward(self, args: list[Any]) -> Any:
         """Given sizes, tensors and tangents, in a list that is emptied, so that each can go as soon as it has been used."""

@@ -57,11 +57,18 @@ WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 class Writer:
-    """Writes the steps of a plan, and knows what its variables are."""
+    """Writes the steps of a plan, and knows what its variables are.
 
-    def __init__(self, plan: Plan, constants: Constants, compile_region: CompileRegion | None) -> None:
-        self.plan, self.constants, self.compile_region = plan, constants, compile_region
+    constants: those that are kept between calls, which the function is given in a list named `made`. None: nothing that depends on
+    parameters is kept, and constants are made by lines of their own, before the first step that reads them.
+    """
+
+    def __init__(self, plan: Plan, constants: Constants | None, compile_region: CompileRegion | None) -> None:
+        self.plan, self.compile_region = plan, compile_region
         self.graph = plan.graph
+        self.keeps = constants is not None
+        self.constants = constants or Constants(plan.graph, self.graph.nodes.find_nodes(op="placeholder"))
+        self.written = 0  # constants that lines make already
         self.objects: list[Any] = []
         self.symbols: dict[str, str] = {}  # of sizes: where they come from
         self.sizes: dict[str, torch.SymInt] = {}  # and what they are
@@ -75,7 +82,8 @@ class Writer:
 
     def beginning(self) -> list[Line]:
         """What is there before the first step: constants, and what the graph holds itself."""
-        lines = [Line(f"made[{number}]", f"m{number}", kind="given") for number in range(len(self.constants.recipes))]
+        kept = self.constants.recipes if self.keeps else []
+        lines = [Line(f"made[{number}]", f"m{number}", kind="given") for number in range(len(kept))]
         for each in self.graph.nodes.nodes:
             if each.op == "get_attr":
                 held = self.object(_attribute(self.graph.nodes.owning_module, str(each.target)))
@@ -83,7 +91,22 @@ class Writer:
         return lines
 
     def lines(self, steps: Iterable[Step]) -> list[Line]:
-        return [line for step in steps for line in self._step(step)]
+        found: list[Line] = []
+        for step in steps:
+            lines = self._step(step)
+            found += [*self._new_constants(), *lines]
+        return found
+
+    def _new_constants(self) -> list[Line]:
+        """Lines that make the constants which the last step was the first to need."""
+        if self.keeps:
+            return []
+        begin, self.written = self.written, len(self.constants.recipes)
+        lines = []
+        for number, recipe in enumerate(self.constants.recipes[begin:], begin):
+            given = [*map(self.variable, recipe.sources), *(f"m{part}" for part in recipe.parts.values())]
+            lines.append(Line(f"{self.object(recipe)}({', '.join(given)})", f"m{number}"))
+        return lines
 
     def _step(self, step: Step) -> list[Line]:
         match step:
@@ -103,7 +126,7 @@ class Writer:
                 text = f"torch.empty(({sizes}), dtype={self.object(value.dtype)}, device={self.object(value.device)})"
                 return [Line(text, self.variable(step.target), kind="room")]
             case Fixed():
-                return [self._fixed(step)]
+                return self._fixed(step)
             case Region():
                 return self._region(step)
             case Whole():
@@ -223,10 +246,12 @@ class Writer:
         sizes = ", ".join(self.variable(each) for each in step.makes.inputs)
         return Line(f"{self.object(made)}({sizes})", self.variable(step.target), again=True)
 
-    def _fixed(self, step: Fixed) -> Line:
+    def _fixed(self, step: Fixed) -> list[Line]:
+        if not self.keeps and not step.lasting:
+            return self._region(step.makes)
         made = self.object(Sized(self._module(step.makes), step.lasting))
         inputs = ", ".join(self.variable(each) for each in step.makes.inputs)
-        return Line(f"{made}({inputs})", self._results(step.makes), again=True)
+        return [Line(f"{made}({inputs})", self._results(step.makes), again=True)]
 
     def _region(self, step: Region) -> list[Line]:
         """One call, if a compiler takes the region; else its operators one by one."""
