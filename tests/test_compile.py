@@ -49,6 +49,21 @@ JOBS += [
     for dtype in ("bf16", "fp32")
     if (name, dtype) != ("attention_whole", "fp32")  # its parts are always joined
 ]
+# Where loops are specialised, 65 to 1,024 rows have tiles of their own.
+JOBS += [
+    f"short_{name}:{target.name}:bf16"
+    for name in (
+        "norm_rope",
+        "norm_qk_rope",
+        "norm_swiglu",
+        "residual_stats",
+        "lse_target",
+        "swiglu_backward",
+        "gelu_backward",
+    )
+    for target in TARGETS.values()
+    if target.warpgroups
+]
 
 
 def reports(jobs: list[str]) -> dict[str, dict[str, Any]]:

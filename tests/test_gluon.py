@@ -57,8 +57,8 @@ def call(name: str, sizes: Sizes) -> tuple[Program, Binding]:
     return made.bind()
 
 
-def tiles_of(program: Program, binding: Binding, loop: str) -> list[Tile]:
-    tiles = [tile for tile in ring_tiles(program, TARGETS["sm_90"], loop) if not why_not(program, tile)]
+def tiles_of(program: Program, binding: Binding, loop: str, cols: int = 256) -> list[Tile]:
+    tiles = [tile for tile in ring_tiles(program, TARGETS["sm_90"], loop, cols=cols) if not why_not(program, tile)]
     tiles = [tile for tile in tiles if not why_not_specialised(program, tile)]
     return [tile for tile in tiles if not gluon_launch.why_not(program, binding, tile)]
 
@@ -124,6 +124,21 @@ def test_simulated_kernels_compute_what_the_reference_does(name: str, sizes: Siz
     assert tiles
     for number, tile in enumerate(tiles):
         for seed, units in enumerate((1, 3, 100)):
+            check(program, binding, tile, units, 10 * number + seed)
+
+
+@pytest.mark.parametrize("cols", [128, 64])
+@pytest.mark.parametrize("loop", SPECIALISED)
+@pytest.mark.parametrize(
+    "name", ["residual_stats", "norm_swiglu", "norm_rope", "norm_qk_rope", "lse_target", "gelu_backward"]
+)
+def test_narrow_tiles(name: str, loop: str, cols: int) -> None:
+    """The tiles of few rows."""
+    program, binding = call(name, HEADS if name.endswith("rope") else RAGGED)
+    tiles = tiles_of(program, binding, loop, cols)
+    assert tiles and all(tile.cols == cols for tile in tiles)
+    for number, tile in enumerate(tiles):
+        for seed, units in enumerate((1, 3)):
             check(program, binding, tile, units, 10 * number + seed)
 
 

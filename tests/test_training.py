@@ -100,6 +100,24 @@ def test_zoo(name: str, dtype: str) -> None:
     Design(norm="rms_eps_outside", mlp="plain", attention="none", rotary="none", stem=False, head=False, length=4)
 )
 @hypothesis.example(Design(bias=True, attention="full", qkv="chunked", rotary="none"))  # a bias that is read in parts
+@hypothesis.example(  # keys that all heads share go into a region that was compiled for them
+    Design(
+        norm="layer_bare",
+        bias=True,
+        activation="squared_relu",
+        attention="full",
+        qkv="split",
+        kv_heads=1,
+        rotary="none",
+        residual="f + x",
+        residual_scale=True,
+        layer_scale=True,
+        branch="scores",
+        hidden=64,
+        length=8,
+        seed=66,
+    )
+)
 def test_random_module(by_reference: None, design: Design) -> None:
     """Any norm, gate, rotation and order; gradients of the input and of every parameter. Then for another batch and length, which are
     symbols by then."""
@@ -297,7 +315,7 @@ def test_writes_that_nobody_counts(name: str) -> None:
     """Some optimisers write through pointers: PyTorch counts no new version, and a single number of each weight may be all that changes."""
     entry = ZOO[name]
     args, kwargs = entry.example()
-    plain = entry.model().train()
+    plain = entry.model()  # without dropout
     ours = codetta.compile(copy.deepcopy(plain))
     for step in range(4):
         for model in (ours, plain):

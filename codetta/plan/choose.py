@@ -18,7 +18,7 @@ from codetta.plan.traffic import CONSUMERS, SPECIALISED, specialised_tiles, why_
 from codetta.program import Program, Segment
 
 # Buckets of M: within one, the same tile serves. Upper ends; above the last is one more bucket.
-BUCKETS = (1, 2, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
+BUCKETS = (1, 2, 4, 16, 64, 128, 256, 512, 1024, 4096)
 STAGES = ((8, 512), (16, 256), (32, 128), (32, 64), (32, 32))  # rows and columns of a tile without a product
 FEW = 64  # rows, up to which the weights' way to the chip is all that counts
 STREAMED = 4  # rows at most that meet weights element by element

@@ -22,6 +22,7 @@ from codetta.program import Operand, Program, Segment, Store
 CONSUMERS = 2  # warpgroups that share a tile, half of its rows each
 SPECIALISED = ("specialised", "detached")  # loops whose warps have different jobs
 WIDTHS = (256, 128, 64)  # columns of their tiles
+SHORT = 1024  # rows, up to which wide tiles may be too few for all multiprocessors
 WIDEST_CHUNK = 128  # columns that the epilogue's warps have registers for
 MOVABLE = (torch.bfloat16, torch.float16, torch.float32)
 BARRIERS = 1024  # bytes for barriers and the captured arguments of the warp partitions
@@ -218,15 +219,15 @@ def parked_bytes(program: Program, tile: Tile) -> int:
 
 
 def specialised_tiles(program: Program, target: Target, rows: int = 0) -> list[Tile]:
-    """Tiles for the warp-specialised loops and so many rows (0: very many), best guess first.
+    """Tiles for the warp-specialised loops and so many rows (0: unknown), best guess first.
 
     The detached loop hides whatever the epilogue does and was faster for every program measured on an H200 (docs/log.md);
     the attached one keeps the accumulator in full precision. With more than two reductions the detached epilogue keeps more
-    values alive than its warps have registers for. Few rows are too few wide tiles for all multiprocessors.
+    values alive than its warps have registers for. Up to `SHORT` rows, narrow tiles come first where they leave less of the device idle.
     """
     crowded = max(len(segment.sinks) for segment in program.segments) > 2
     loops = ("specialised", "detached") if crowded else ("detached", "specialised")
-    widths = list(WIDTHS) if rows else [WIDTHS[0]]
+    widths = list(WIDTHS) if 0 < rows <= SHORT else [WIDTHS[0]]
     widths.sort(key=lambda cols: loop_us(program, rows, Tile(cols=cols, depth=64), target))
     return [tile for loop in loops for cols in widths for tile in ring_tiles(program, target, loop, cols=cols)]
 

@@ -63,6 +63,10 @@ def strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     own = tensor.stride()
     if own == strides or all(size == 1 or x == y for size, x, y in zip(tensor.shape, own, strides, strict=True)):
         return tensor
+    repeated = [stride == 0 and size > 1 for size, stride in zip(tensor.shape, strides, strict=True)]
+    if any(repeated):  # the same memory all along that dimension, so that one copy of it is all
+        once = tensor[tuple(slice(0, 1) if each else slice(None) for each in repeated)]
+        return strided(once, strides).expand(tensor.shape)
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
