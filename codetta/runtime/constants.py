@@ -1,8 +1,8 @@
 """Constants: tensors that depend on parameters alone, such as weights with a norm's gain multiplied in.
 
-A plan for inference keeps them between calls, and makes them again when PyTorch counts a change of one of their parameters. A plan for
-training makes them at every call: an optimiser changes all parameters anyway, and some optimisers write through pointers or `.data`, which
-PyTorch does not count.
+A plan for inference keeps them between calls, and makes them again when PyTorch counts a change of one of their parameters or gradients
+have been computed since: an optimiser may follow, and some optimisers write through pointers or `.data`, which PyTorch does not count. For
+the same reason a plan for training makes them at every call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from codetta.capture import Graph
 from codetta.ir.graph import Node, topological
 from codetta.ir.op import apply, compute_dtype
 from codetta.rewrite.scale import ONE
-from codetta.runtime.sized import addresses_of, lie_at, state_of
+from codetta.runtime.sized import addresses_of, backwards, lie_at, state_of
 
 Weight = tuple[str, Node | None]  # a weight of the graph by its name, and the gain of its K columns
 
@@ -85,7 +85,7 @@ class _State:
     """Of the parameters that constants were made of."""
 
     def __init__(self, inputs: Sequence[Tensor], watched: list[int]) -> None:
-        self.watched = watched
+        self.watched, self.backwards = watched, backwards.count
         tensors = [inputs[at] for at in watched]
         self.states = [state_of(each) for each in tensors]
         # On a GPU a state is an address and a version: to be compared by the dozen.
@@ -94,6 +94,8 @@ class _State:
         self.versions = [each._version for each in tensors] if self.plain else []
 
     def holds(self, inputs: Sequence[Tensor]) -> bool:
+        if self.backwards != backwards.count:
+            return False
         if not self.plain:
             return [state_of(inputs[at]) for at in self.watched] == self.states
         if not lie_at(list(inputs), self.where, self.watched):

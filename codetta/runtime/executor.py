@@ -19,6 +19,7 @@ from codetta.runtime.constants import Constants
 from codetta.runtime.function import Function, Line
 from codetta.runtime.launch import launch
 from codetta.runtime.replay import FRESH, KEPT, LENT, TOKEN
+from codetta.runtime.sized import backwards
 from codetta.runtime.writer import CompileRegion, Writer
 from codetta.stat import Stat
 from codetta.steps import Launch, Plan
@@ -130,6 +131,7 @@ class Training:
 
     def backward(self, args: list[Any]) -> Any:
         """Given sizes, tensors and tangents, in a list that is emptied, so that each can go as soon as it has been used."""
+        backwards.count += 1
         return self.second(args)
 
 

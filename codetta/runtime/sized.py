@@ -13,6 +13,16 @@ MOST = 64 << 20  # bytes that are kept
 
 
 @dataclass
+class Backwards:
+    """How many backward passes of plans have run in this process. An optimiser may follow, whose writes PyTorch may not count."""
+
+    count: int = 0
+
+
+backwards = Backwards()
+
+
+@dataclass
 class Sized:
     """Tensors made of sizes and parameters alone, such as tables of positions. The last ones are kept, unless they are large.
 
@@ -29,6 +39,8 @@ class Sized:
         if capturing() and not self.lasting:
             return self.make(*inputs)
         key = tuple(state_of(each) if isinstance(each, Tensor) else each for each in inputs)
+        if not self.lasting:
+            key += (backwards.count,)
         if key == self.key:
             if capturing():
                 self.recorded.append(self.made)
