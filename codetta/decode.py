@@ -23,7 +23,7 @@ from codetta.integrations.dynamo import backend_of, compile
 from codetta.integrations.huggingface import Causal, Slots
 from codetta.options import Options
 from codetta.runtime.recorded import Recorded
-from codetta.runtime.sized import addresses_of, lie_at, state_of
+from codetta.runtime.sized import addresses_of, backwards, lie_at, state_of
 from codetta.sampling import Sampling, draw, first_count
 from codetta.sampling import likeliest as likeliest_of
 
@@ -32,6 +32,7 @@ TOGETHER = 16  # prompts that are read at once: logits are made for each pair of
 SHORTEST = 16  # tokens that a prompt is padded to
 LEAST = 1024  # tokens of a room that is made for a call
 RECORDED = 4096  # tokens, with their padding, of prompts that are read by a recording: for more, the device takes longer than the host
+TURNS = 16  # compiled steps that are kept, by batch
 LENGTHS = 8  # of prompts, whose recordings a room keeps
 BEFORE = 2  # prompts of a length that are read without a recording: as many as it takes to bind a plan
 KEPT = 1 << 30  # bytes of rooms that are kept for later calls, beside the current one, or as many as that has
@@ -138,7 +139,6 @@ class _Room:
 
     slots: Slots
     choice: _Choice
-    step: Any  # as compiled
     logits: Callable[[], Tensor]  # behind the tokens that were chosen; the places move on
     likeliest: Recorded  # the same, and the likeliest token becomes the next one
     sent: Iterator[Sent]  # two by turns: one is written while the other is still to be read
@@ -226,7 +226,7 @@ class _Weights:
     def __init__(self, model: nn.Module) -> None:
         tensors = _tensors(model)
         self.refs = [weakref.ref(each) for each in tensors]
-        self.states = [state_of(each) for each in tensors]
+        self.states, self.backwards = [state_of(each) for each in tensors], backwards.count
         self.counted = not any(
             each.is_inference() for each in tensors
         )  # where nobody counts versions, everything is looked at anew
@@ -242,6 +242,8 @@ class _Weights:
     def hold(self, model: nn.Module) -> bool:
         """Whether they still are the model's, and unchanged."""
         tensors = _tensors(model)
+        if self.backwards != backwards.count:  # an optimiser may have followed, whose writes nobody counts
+            return False
         return len(tensors) == len(self.refs) and all(
             ref() is each and state_of(each) == state
             for ref, each, state in zip(self.refs, tensors, self.states, strict=True)
@@ -279,6 +281,9 @@ class Decoder:
         self.prompt = compile(self.causal.prompt, options=replace(self.options, graphs="off"))
         # Memory of the recordings of prompts, which never run at the same time.
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self.turns: dict[
+            tuple[int, bool], Callable[..., Tensor]
+        ] = {}  # by batch, and whether positions are shifted; the last ones used
         self.rooms: list[_Room] = []  # of the last calls, the current one last
         self.current: _Room | None = None
         self.recorded: Recorded | None = None
@@ -292,7 +297,7 @@ class Decoder:
 
     def hold(self, batch: int, tokens: int) -> None:
         """Have room for so many tokens of so many sequences from the next call on. Rooms are of a few sizes, and one that is there and
-        large enough will do: a step is compiled for its room."""
+        large enough will do: a step is bound and recorded for its room."""
         there = [each.slots.context for each in self.rooms if len(each.slots.places) == batch]
         fitting = [context for context in there if context >= tokens]
         self.context = min(min(fitting) if fitting else max(LEAST, 1 << (tokens - 1).bit_length()), self.most)
@@ -418,12 +423,18 @@ class Decoder:
 
     def _furnished(self, slots: Slots, shifted: bool) -> _Room:
         shift = torch.zeros_like(slots.places) if shifted else None
-        step = compile(self.causal.step(slots, shift), options=self.options, dynamic=False)
+        turn = self._compiled(len(slots.places), shifted)
         tokens, places = torch.zeros_like(slots.places), slots.places
+        inside = torch.zeros_like(places)  # places, the last one for all that are past it
+        for each in [*slots.keys, *slots.values]:
+            torch._dynamo.mark_static(each, [0, 1, 3])  # all but the context
+        for each in (tokens, inside, *([] if shift is None else [shift])):
+            torch._dynamo.mark_static(each, 0)
         choice = _Choice(tokens, torch.zeros_like(places), torch.zeros_like(places[0]), torch.zeros_like(places[0]))
 
         def logits() -> Tensor:
-            found = step(tokens, places.clamp(max=slots.context - 1))
+            torch.clamp(places, max=slots.context - 1, out=inside)
+            found = turn(tokens, inside, slots.keys, slots.values, shift)
             places.add_(1)
             return found
 
@@ -431,7 +442,16 @@ class Decoder:
             return likeliest_of(logits(), tokens)
 
         sent = cycle([Sent(tokens), Sent(tokens)])
-        return _Room(slots, choice, step, logits, Recorded(likeliest, [places, tokens]), sent, shift=shift)
+        return _Room(slots, choice, logits, Recorded(likeliest, [places, tokens]), sent, shift=shift)
+
+    def _compiled(self, batch: int, shifted: bool) -> Callable[..., Tensor]:
+        """A step of so many sequences, for rooms of every size. Each batch has a compilation of its own."""
+        key = batch, shifted
+        made = self.turns.pop(key, None) or compile(self.causal.turn, options=self.options, dynamic=True)
+        self.turns[key] = made
+        if len(self.turns) > TURNS:
+            del self.turns[next(iter(self.turns))]
+        return made
 
     def _has_moved(self) -> bool:
         """Whether what recordings read may be no more, or elsewhere. Much faster than looking for all changes."""

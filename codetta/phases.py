@@ -254,9 +254,9 @@ def _read(phase: Phase) -> list[Vector]:
 def _entries(phase: Phase) -> int:
     """How many addresses a phase needs at most."""
     if isinstance(phase, Attend):
-        return 9
+        return 10
     program = phase.program
-    return 1 + len(program.products) + 2 * len(program.operands) + 2 * len(program.stores) + len(program.sinks)
+    return 1 + len(program.products) + 2 * len(program.operands) + 3 * len(program.stores) + len(program.sinks)
 
 
 def _needed(steps: list[Step], wanted: set[fx.Node], graph: Any) -> list[Step]:

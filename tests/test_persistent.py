@@ -154,6 +154,28 @@ def test_every_place(name: str) -> None:
     assert [type(each) for each in step.phases] == [Multiply, Attend, Multiply, Multiply, Multiply] * 2 + [Multiply]
 
 
+@pytest.mark.usefixtures("fibers")
+@torch.no_grad()
+def test_one_kernel_for_caches_of_every_size() -> None:
+    causal = Causal(model("shared"))
+    tokens, backend = torch.tensor([17]), Backend(codetta.Options(schedule="persistent"))
+    whole = codetta.compile(causal.turn, dynamic=True, backend=backend)
+    _, keys, values = causal.prompt(torch.zeros((1, 1), dtype=torch.int64))
+    for context, place in ((CONTEXT, 71), (48, 40), (200, 190)):
+        slots = causal.slots(1, context, keys, values)
+        for each in [*slots.keys, *slots.values]:
+            each.normal_()
+            torch._dynamo.mark_static(each, (0, 1, 3))
+        slots.places.fill_(place)
+        want = causal.turn(
+            tokens, slots.places, *([each.clone() for each in room] for room in (slots.keys, slots.values))
+        )
+        got = whole(tokens, slots.places, slots.keys, slots.values)
+        assert (got - want).abs().max() <= 0.02 * want.abs().max(), context
+    (executor,) = backend.executors
+    assert any(isinstance(each, Whole) for each in executor.plan.steps)
+
+
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120"])
 @pytest.mark.skipif(
     not nvrtc.is_there(),

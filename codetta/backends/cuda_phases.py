@@ -140,8 +140,8 @@ def why_not_attend(heads: int, groups: int, head: int, dtype: torch.dtype) -> li
 # ---- products
 
 
-def product(program: Program, sends: frozenset[str], keeps: frozenset[str], contexts: dict[str, int]) -> Phase:
-    """A program as a phase. sends: stores and sinks that phases read, keeps: that others do; contexts: positions of the caches it stores to."""
+def product(program: Program, sends: frozenset[str], keeps: frozenset[str]) -> Phase:
+    """A program as a phase. sends: stores and sinks that phases read, keeps: that others do."""
     stats = [each for each in program.operands if each.stat]
     names = ["a"]
     for each in stats:
@@ -153,7 +153,10 @@ def product(program: Program, sends: frozenset[str], keeps: frozenset[str], cont
     names += [f"operand {each.name}" for each in program.operands if each.name in loaded and not each.stat]
     for store in program.stores:
         names += [f"send {store.name}"] if store.name in sends else []
-        names += [f"cache {store.name}"] if store.row_index else [f"keep {store.name}"] if store.name in keeps else []
+        if store.row_index:
+            names += [f"cache {store.name}", f"context {store.name}"]
+        elif store.name in keeps:
+            names += [f"keep {store.name}"]
     first_sink = len(names)
     names += [f"sink {sink.name}" for sink in program.sinks]
     shared = [each for each in program.operands if each.name in loaded and each.rows == "none"]
@@ -163,7 +166,7 @@ def product(program: Program, sends: frozenset[str], keeps: frozenset[str], cont
     pairs = max(len(segment.strips) for segment in program.segments)
     begin, rows, items, functions = 0, [], [], []
     for number, segment in enumerate(program.segments):
-        writer = _Segment(program, segment, number, begin, pairs, tuple(names), contexts)
+        writer = _Segment(program, segment, number, begin, pairs, tuple(names))
         end = begin + segment.cols // writer.columns
         rows += [f"if (item < {end}) {{", *_indented(writer.rows()), "}"]
         items += [f"if (item < {end}) return segment_{number}(t, item - {begin}, stats, sinks, walk, dot);"]
@@ -199,7 +202,6 @@ class _Segment:
     begin: int
     pairs: int
     names: tuple[str, ...]
-    contexts: dict[str, int]
 
     @property
     def columns(self) -> int:
@@ -309,7 +311,7 @@ class _Segment:
         if f"keep {store.name}" in self.names:
             lines.append(f"put_plain<{count}>({self.at(f'keep {store.name}')}, {column}, {value});")
         if store.row_index:
-            at = f"((i64)(({column}) / {store.head}) * {self.contexts[store.name]} + walk.place) * {store.head} + ({column}) % {store.head}"
+            at = f"((i64)(({column}) / {store.head}) * (i64){self.at(f'context {store.name}')} + walk.place) * {store.head} + ({column}) % {store.head}"
             lines.append(f"put_cache<{count}>({self.at(f'cache {store.name}')}, {at}, {value});")
         return lines
 
@@ -322,18 +324,16 @@ def is_peeked(operand: Operand) -> bool:
 # ---- attention
 
 
-def attention(
-    heads: int, groups: int, head: int, context: int, window: int, scale: float, slot: int, blocks: int
-) -> Phase:
-    """Attention of one query of each head over `context` positions of `groups` heads of keys."""
+def attention(heads: int, groups: int, head: int, window: int, scale: float, slot: int, blocks: int) -> Phase:
+    """Attention of one query of each head over a cache of `groups` heads of keys."""
     pairs = pairs_of(heads, groups)
     queries, parts = heads // pairs, parts_of(pairs, blocks)
     text = f"""struct NAME {{
-    static constexpr int HEAD = {head}, QUERIES = {queries}, GROUPS = {pairs}, AGAIN = {pairs // groups}, CONTEXT = {context};
+    static constexpr int HEAD = {head}, QUERIES = {queries}, GROUPS = {pairs}, AGAIN = {pairs // groups};
     static constexpr int WINDOW = {window}, TILE = {slot // (4 * head)}, PARTS = {parts}, JOINED = {joined_of(parts)};
     static __device__ __forceinline__ float scale() {{ return {_literal(scale * math.log2(math.e))}; }}
 }};"""
-    names = ("query", "new_key", "new_value", "result", "keys", "values", "places", "parts", "tops")
+    names = ("query", "new_key", "new_value", "result", "keys", "values", "places", "parts", "tops", "context")
     return Phase(text, names, attends=True)
 
 

@@ -366,8 +366,9 @@ __device__ __forceinline__ void product(Walk& walk, const u64* t) {
 
 // ---- attention of one query of each head over the cache
 
-// t: query, new key, new value (packets), result (packets), cache of keys, of values, places (for all phases alike), parts, tops
-enum { QUERY, NEW_KEY, NEW_VALUE, RESULT, KEYS, VALUES, PLACES, PARTS, TOPS };
+// t: query, new key, new value (packets), result (packets), cache of keys, of values, places (for all phases alike), parts, tops,
+// positions of the cache
+enum { QUERY, NEW_KEY, NEW_VALUE, RESULT, KEYS, VALUES, PLACES, PARTS, TOPS, CONTEXT };
 
 // How the positions of the cache that are seen are split: `each` for each of `parts` warps, from position `first`; `place`: of the newest.
 // Warps of a block follow each other, and what they make of one group of queries is one part for those who join them. Where a warp's
@@ -432,7 +433,7 @@ __device__ __forceinline__ void feed_attention(Walk& walk, const u64* t, u64 pol
             for (warp = tile = 0; warp < splits.items - 1 && splits.piece_of(warp) < e;) ++warp;
         const int group = (splits.begin + warp) / splits.parts / A::AGAIN, part = splits.part_of(warp);
         const u32 bytes = (splits.shares() ? splits.held(warp) : splits.seen(part, tile)) * A::HEAD * 2;
-        const u64 at = ((i64)group * A::CONTEXT + splits.place_of(part, tile)) * A::HEAD * 2;
+        const u64 at = ((i64)group * (i64)t[CONTEXT] + splits.place_of(part, tile)) * A::HEAD * 2;
         push(walk.piece + begin, min(pieces - begin, 32), t[KEYS] + at, t[VALUES] + at, bytes, bytes, policy);
     }
     done(walk, splits);

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -96,9 +97,7 @@ class Causal:
         """Room like that of a prompt's keys and values."""
 
         def room(like: Tensor) -> Tensor:
-            made = like.new_zeros(batch, like.shape[1], context, like.shape[3])
-            torch._dynamo.mark_static_address(made)
-            return made
+            return like.new_zeros(batch, like.shape[1], context, like.shape[3])
 
         device = keys[0].device
         places = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -120,24 +119,33 @@ class Causal:
         logits = out.logits[:, -1] if last is None else out.logits.diagonal(dim1=0, dim2=1).t()
         return logits, [each.keys for each in cache.layers], [each.values for each in cache.layers]
 
-    def step(self, slots: Slots, shift: Tensor | None = None) -> Callable[[Tensor, Tensor], Tensor]:
-        """A function of (batch,) tokens and their places, that writes their keys and values and returns the logits behind them.
+    def step(self, slots: Slots) -> Callable[[Tensor, Tensor], Tensor]:
+        """A function of (batch,) tokens and their places, that writes their keys and values into these slots and returns the logits
+        behind them. Compiled, it is for the context of these slots."""
+        for each in [*slots.keys, *slots.values]:
+            torch._dynamo.mark_static_address(each)
+        turn = self.turn
+        return lambda tokens, places: turn(tokens, places, slots.keys, slots.values)
+
+    @cached_property
+    def turn(self) -> Callable[..., Tensor]:
+        """The same as one function for slots of every context: turn(tokens, places, keys, values, shift).
 
         shift: (batch,), how far positions are from places, where they are not the same."""
-        cache = _cache(slots)
-        model, masks, context = self.model, self.masks, slots.context
+        model, masks, (cache, layer) = self.model, self.masks, _caches()
 
-        def step(tokens: Tensor, places: Tensor) -> Tensor:
-            for layer in cache.layers:
-                layer.places = places[:, None]
+        def turn(
+            tokens: Tensor, places: Tensor, keys: list[Tensor], values: list[Tensor], shift: Tensor | None = None
+        ) -> Tensor:
+            layers = [layer(*each, places[:, None]) for each in zip(keys, values, strict=True)]
             positions = places if shift is None else places + shift
-            out = model(
-                input_ids=tokens[:, None], position_ids=positions[:, None], attention_mask=masks(places, context), past_key_values=cache,
-                use_cache=True, return_dict=True,
-            )  # fmt: skip
-            return out.logits[:, -1]
+            logits: Tensor = model(
+                input_ids=tokens[:, None], position_ids=positions[:, None], attention_mask=masks(places, keys[0].shape[2]),
+                past_key_values=cache(layers=layers), use_cache=True, return_dict=True,
+            ).logits  # fmt: skip
+            return logits[:, -1]
 
-        return step
+        return turn
 
 
 def _config(model: nn.Module) -> Any:
@@ -183,17 +191,18 @@ def _masks(model: nn.Module) -> Callable[[Tensor, int], Any]:
     return masks
 
 
-def _cache(slots: Slots) -> Any:
-    """The slots as a cache of Hugging Face's."""
+@cache
+def _caches() -> tuple[Any, Any]:
+    """Hugging Face's cache, and a layer of it that lies in slots."""
     from transformers.cache_utils import Cache, CacheLayerMixin
 
     class Layer(CacheLayerMixin):
         is_compileable, is_sliding = True, False
-        places: Tensor  # (batch, 1): where the rows of this call go
 
-        def __init__(self, keys: Tensor, values: Tensor) -> None:
+        def __init__(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
+            """places: (batch, 1): where the rows of this call go."""
             super().__init__()
-            self.keys, self.values, self.is_initialized = keys, values, True
+            self.keys, self.values, self.places, self.is_initialized = keys, values, places, True
 
         def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
             pass  # all there from the beginning
@@ -213,4 +222,4 @@ def _cache(slots: Slots) -> Any:
         def get_max_length(self) -> int:
             return self.keys.shape[2]
 
-    return Cache(layers=[Layer(*each) for each in zip(slots.keys, slots.values, strict=True)])
+    return Cache, Layer

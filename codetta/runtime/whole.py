@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from codetta.backends import cuda_phases, nvrtc
+from codetta.capture.appends import ROWS
 from codetta.errors import ArgumentError
 from codetta.phases import Life
 from codetta.plan.target import COPY_ALIGNMENT, Target, device_target, unit_count
@@ -58,9 +59,14 @@ class Entry:
         return found if isinstance(found, Vector) else None
 
     @property
+    def context(self) -> Entry:
+        """Of a cache, where its number of positions stands."""
+        return Entry(self.phase, "context" if self.kind == "keys" else f"context {self.operand}")
+
+    @property
     def is_given(self) -> bool:
         """Whether a tensor must be passed for it."""
-        made = ("count", "keep", "parts", "tops")
+        made = ("count", "keep", "parts", "tops", "context")
         return self.vector is None and self.kind not in made
 
 
@@ -155,6 +161,8 @@ class OneKernel:
                 table[at : at + 2] = tensor.partials.data_ptr(), tensor.partials.numel()  # its count stands behind it
             else:
                 table[at] = tensor.data_ptr()
+            if entry.kind in ("cache", "keys") and isinstance(tensor, Tensor):
+                table[self.index[entry.context]] = tensor.shape[ROWS]
         arguments = (ctypes.c_uint64 * len(table))(*table), ctypes.c_void_p(self.counter.data_ptr())
         self.kernel(self.blocks, cuda_phases.THREADS, arguments)
         return results
@@ -215,10 +223,9 @@ class OneKernel:
 def written(phase: Phase, slot: int, blocks: int) -> cuda_phases.Phase:
     """The text of a phase."""
     if isinstance(phase, Attend):
-        _, groups, context, head = phase.caches[0].meta["val"].shape
-        return cuda_phases.attention(phase.heads, groups, head, context, phase.window, phase.scale, slot, blocks)
-    contexts = {name: each.meta["val"].shape[2] for name, each in phase.launch.appends.items()}
-    return cuda_phases.product(phase.program, frozenset(phase.sends), frozenset(phase.keeps), contexts)
+        _, groups, _, head = phase.caches[0].meta["val"].shape
+        return cuda_phases.attention(phase.heads, groups, head, phase.window, phase.scale, slot, blocks)
+    return cuda_phases.product(phase.program, frozenset(phase.sends), frozenset(phase.keeps))
 
 
 def _as_read(entry: Entry, given: Tensor | Stat) -> Tensor | Stat:
