@@ -32,7 +32,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # What the example epilogues fuse, on whatever hardware is there, checked against float64.
 demo: setup
