@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from codetta.capture.kinds import is_call, is_effect, is_view, packet_of
 from codetta.errors import ArgumentError
+from codetta.integrations.breaks import breaks_seen
 from codetta.integrations.dynamo import Backend, backend_of, compile
 from codetta.integrations.huggingface import Causal
 from codetta.ir import view as views
@@ -59,6 +60,7 @@ class Report:
     bytes_after: int = 0
     refusals: list[dict[str, str]] = field(default_factory=list)
     graphs: int = 0
+    breaks: list[str] = field(default_factory=list)  # where Dynamo could not follow the model, and why
     schedule: str = (
         ""  # of a decoder's step, where it was to be one kernel: how many phases that has, or why it is a chain
     )
@@ -88,6 +90,10 @@ class Report:
         if self.leftover_ops:
             lines.append("left over:")
             lines += [f"  {each['count']:4d} x {each['op']}  {each['reason']}" for each in self.leftover_ops]
+        if self.breaks:
+            rest = f"{self.graphs} graphs" if self.graphs else "no graph: everything runs as it would without codetta"
+            lines.append(f"the graph breaks ({rest}):")
+            lines += [f"  {each}" for each in self.breaks]
         if self.schedule:
             lines.append(f"schedule: {self.schedule}")
         lines.append(f"kernels: {self.launches_before} -> {self.launches_after}")
@@ -122,10 +128,11 @@ def explain(model: Any, *inputs: Any, options: Options | None = None, training: 
         target = copy.copy(model)
         target._compiled_call_impl = None
     compiled = compile(target, options=options, backend=backend)
-    with torch.set_grad_enabled(training), _kept() as kept:
+    backend.arrived = True  # what it would say, the report says
+    with torch.set_grad_enabled(training), _kept() as kept, breaks_seen() as breaks:
         compiled(*inputs, **named)
     plans = [executor.plan for executor in backend.executors] + [each.plan for each in backend.trainings]
-    report = Report(graphs=len(plans))
+    report = Report(graphs=len(plans), breaks=breaks)
     for plan in plans:
         _add(report, plan)
     if training:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -232,3 +234,29 @@ def test_written_in_place() -> None:
         for call in (1, 2, 3):
             torch.testing.assert_close(compiled(x), plain + call, rtol=1e-4, atol=1e-4)
     assert model.count == 3
+
+
+def test_a_model_that_dynamo_cannot_follow_is_said_once() -> None:
+    model, x = nn.LSTM(16, 16), torch.randn(5, 2, 16)
+    report = codetta.explain(model, x)
+    assert not report.graphs and "LSTM" in report.breaks[0]
+    assert "no graph: everything runs as it would without codetta" in str(report)
+    compiled = codetta.compile(copy.deepcopy(model))
+    with pytest.warns(RuntimeWarning, match="nothing of LSTM was compiled"):
+        torch.testing.assert_close(compiled(x)[0], model(x)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(x)
+        codetta.compile(nn.Linear(16, 8))(x)
+        codetta.compile(nn.Identity())(x)  # nothing to compile, and nothing in the way
+
+
+def test_a_graph_that_breaks_is_in_the_report() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(x @ w)
+        torch._dynamo.graph_break()
+        return torch.relu(y @ w)
+
+    report = codetta.explain(function, torch.randn(3, 8), torch.randn(8, 8))
+    assert report.graphs == 2 and len(report.breaks) == 1
+    assert "the graph breaks (2 graphs):" in str(report) and "test_fallback.py" in report.breaks[0]

@@ -22,6 +22,7 @@ from codetta.capture.kinds import is_effect, is_view
 from codetta.capture.loss import Spared, loss_takes_the_head
 from codetta.compiler import compile_graph, compile_joint
 from codetta.errors import ArgumentError, Stage
+from codetta.integrations.breaks import breaks_seen, say_nothing_compiled
 from codetta.integrations.contain import contained, contained_region
 from codetta.integrations.joint import called, two_graphs
 from codetta.integrations.logits import with_logits
@@ -132,16 +133,32 @@ class _Call:
     """A compiled function and who compiled it, which lies here and not on the module: a copy of the model is a plain one."""
 
     def __init__(self, function: Callable[..., Any], backend: Backend, dynamic: bool, fullgraph: bool = False) -> None:
-        self.backend = backend
+        self.backend, self.name = backend, _name_of(function)
         self.settings = torch._dynamo.config._make_closure_patcher(**_settings())
         self.call: Any = torch.compile(_own_frame(function), backend=backend, dynamic=dynamic, fullgraph=fullgraph)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.backend.arrived:
+            return self._first(*args, **kwargs)
         revert = self.settings()  # `patch` would take as long as all guards of a model
         try:
             return self.call(*args, **kwargs)
         finally:
             revert()
+
+    def _first(self, *args: Any, **kwargs: Any) -> Any:
+        """A call before which there was no graph; said, if there is none behind it either and Dynamo knows why."""
+        self.backend.arrived = True
+        with breaks_seen() as breaks:
+            found = self(*args, **kwargs)
+        if breaks and not self.backend.graphs:
+            say_nothing_compiled(self.name, breaks)
+        return found
+
+
+def _name_of(function: Any) -> str:
+    owner = getattr(function, "__self__", None)
+    return type(owner).__name__ if isinstance(owner, nn.Module) else getattr(function, "__qualname__", repr(function))
 
 
 def _settings() -> dict[str, Any]:
@@ -208,6 +225,7 @@ class Backend:
         self.executors: list[Executor] = []
         self.trainings: list[Training] = []
         self.graphs = 0  # that were handed over
+        self.arrived = False  # a first call
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.graphs += 1
