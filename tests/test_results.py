@@ -171,3 +171,26 @@ def test_a_region_whose_inputs_lie_otherwise() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
     for mine, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_a_region_is_given_an_operator_with_several_results() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = x.split([16, 8], -1)  # alone before the program, so in no region
+            return torch.cumsum(b, 0) * torch.cumsum(self.linear(a), 0)
+
+    model = Model()
+    compiled = codetta.compile(copy.deepcopy(model), options=codetta.Options(leftover="inductor"))
+    with torch.no_grad():
+        for length in (5, 7, 9):
+            x = torch.randn(length, 24)
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+    for length in (5, 7):
+        x = torch.randn(length, 24)
+        for each in (compiled, model):
+            each(x).sum().backward()
+    torch.testing.assert_close(compiled.linear.weight.grad, model.linear.weight.grad, rtol=1e-4, atol=1e-4)

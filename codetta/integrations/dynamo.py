@@ -331,12 +331,17 @@ def by_inductor(region: fx.GraphModule) -> Callable[..., Any]:
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    inputs = [each.meta["val"] for each in region.graph.nodes if each.op == "placeholder"]
-    decomposed = make_fx(region, decomposition_table=select_decomp_table() | {torch.ops.aten.bmm.default: _outer})(
-        *inputs
-    )
+    # Operators with several results are given, and give them, as one.
+    given = [each.meta["val"] for each in region.graph.nodes if each.op == "placeholder"]
+    inputs, arguments = pytree.tree_flatten(given)
+
+    def flattened(*inputs: Any) -> Any:
+        return region(*pytree.tree_unflatten(list(inputs), arguments))
+
+    table = select_decomp_table() | {torch.ops.aten.bmm.default: _outer}
+    decomposed = make_fx(flattened, decomposition_table=table)(*inputs)
     (output,) = decomposed.graph.find_nodes(op="output")
-    flat, structure = pytree.tree_flatten(output.args[0])  # operators with several results are given as tuples
+    flat, structure = pytree.tree_flatten(output.args[0])
     output.args = (tuple(flat),)
     # Everything is visible: others go on with these results and expect their strides as the graph has them, not padded.
     output.meta["user_visible_output_idxs"] = list(range(len(flat)))
@@ -351,8 +356,11 @@ def by_inductor(region: fx.GraphModule) -> Callable[..., Any]:
         if context is not None:
             context.output_strides = reported
 
+    alone = len(inputs) == len(given)
+
     def run(*args: Any) -> Any:
-        return pytree.tree_unflatten(compiled(list(args)), structure)  # Inductor clears the list that it is given
+        leaves = list(args) if alone else pytree.tree_leaves(args)
+        return pytree.tree_unflatten(compiled(leaves), structure)  # Inductor clears the list that it is given
 
     return run
 
@@ -373,5 +381,12 @@ def _at(graph: fx.Graph, static: list[int]) -> list[fx.Node]:
     placeholders = graph.find_nodes(op="placeholder")
     found = [placeholders[at] for at in static if isinstance(placeholders[at].meta.get("val"), torch.Tensor)]
     # A cache is the same tensor at every call too, but the graph writes to it.
-    written = {each.args[0] for each in graph.nodes if is_effect(each)}
+    written = {each.args[0] for each in graph.nodes if is_effect(each)} | _written_behind(graph, placeholders)
     return [each for each in found if each not in written]
+
+
+def _written_behind(graph: fx.Graph, placeholders: list[fx.Node]) -> set[fx.Node]:
+    """Placeholders that AOTAutograd writes to behind the graph: in the second half of a plan they are no longer what they were."""
+    (output,) = graph.find_nodes(op="output")
+    found = [getattr(each, "mutated_input", None) for each in output.meta.get("desc") or ()]
+    return {each for each in placeholders if each.meta.get("desc") is not None and each.meta["desc"] in found}
