@@ -115,3 +115,26 @@ def test_regions_of_symbolic_sizes_that_pay(monkeypatch: pytest.MonkeyPatch) -> 
     assert symbolic, "no region was compiled for sizes that its inputs do not show"
     backend = backend_of(compiled)
     assert backend is not None and len(backend.trainings) == 2
+
+
+def test_as_many_heads_as_there_are() -> None:
+    """The number of heads is a symbol: gradients of attention are no matrices of rows and columns."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x), is_causal=True))
+
+    model = Model()
+    compiled = codetta.compile(copy.deepcopy(model), dynamic=True)
+    for sizes in ((2, 3, 5), (3, 4, 7)):
+        x = torch.randn(*sizes, 16)
+        mine, theirs = compiled(x), model(x)
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        mine.square().sum().backward()
+        theirs.square().sum().backward()
+    for one, other in zip(compiled.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)

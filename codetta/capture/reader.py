@@ -102,12 +102,16 @@ class _Reader:
 
     def _read(self, each: fx.Node) -> Value | None:
         found = self.found
-        if self._is_gradient_of_a_call(each):
+        gradient = self._is_gradient_of_a_call(each)
+        if gradient:
             self.begun.add(each)
-            if each.meta["val"].dim() == 4:
-                return heads(At(found, each, self.laws), each)
         if each in self.begun:
-            return tokens(At(found, each, self.laws), each)
+            matrix = heads if gradient and each.meta["val"].dim() == 4 else tokens
+            try:
+                return matrix(At(found, each, self.laws), each)
+            except RefusedError as refusal:  # no matrix of rows and columns: it stays with the graph
+                self.begun.discard(each)
+                self.cuts[each] = Reason(operator_name(each), str(refusal))
         if each.op != "call_function" or each in self.cuts:
             return None
         inputs = each.all_input_nodes
