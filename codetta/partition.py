@@ -18,7 +18,16 @@ from torch import fx
 from codetta.capture import Graph, Value
 from codetta.capture.at import is_whole
 from codetta.capture.attention import made_of_sizes, mask_has_a_name
-from codetta.capture.kinds import is_effect, is_size_of_inputs, is_view, origin, packet_of
+from codetta.capture.kinds import (
+    behind,
+    is_effect,
+    is_random,
+    is_size_of_inputs,
+    is_tangent,
+    is_view,
+    origin,
+    packet_of,
+)
 from codetta.errors import Reason, TraceError
 from codetta.gather import Gather, region_of
 from codetta.ir.graph import Node, Space, node, rebuilt, topological
@@ -87,6 +96,11 @@ class _Partition:
         }
         if outputs is not None and again:
             self._make_again(self._all_before(results))
+        # Random numbers are drawn in the order of the graph, as eager draws them.
+        late = behind(self.graph.nodes, is_tangent)
+        for each in self.graph.nodes.nodes:
+            if is_random(each) and each in self.tensors and each not in late:
+                self._emit(each)
         for each in results:
             self._emit(each)
         for each in effects:

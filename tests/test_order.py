@@ -87,3 +87,26 @@ def test_one_row_as_a_matrix() -> None:
         return F.silu(linear(x)).view(4, 4)
 
     assert torch.allclose(codetta.compile(heads)(x), heads(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_random_numbers_are_drawn_in_order(gradients: bool) -> None:
+    """The same seed, the same numbers as eager, whatever needs them first."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+    def draws(m: Two, y: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        first = F.dropout(y, 0.5)
+        second = torch.rand_like(y) + x
+        return m.second(second * torch.rand_like(y)) * torch.rand_like(y) - first
+
+    model, x = Two(draws), torch.randn(6, 16)
+    expected = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        expected.append(model(x, x))
+    codetta.compile(model, options=codetta.Options(leftover="graph"))
+    for seed in range(2):
+        torch.manual_seed(seed)
+        with torch.set_grad_enabled(gradients):
+            torch.testing.assert_close(model(x, x), expected[seed], rtol=1e-4, atol=1e-5)
