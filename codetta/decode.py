@@ -426,10 +426,7 @@ class Decoder:
         turn = self._compiled(len(slots.places), shifted)
         tokens, places = torch.zeros_like(slots.places), slots.places
         inside = torch.zeros_like(places)  # places, the last one for all that are past it
-        for each in [*slots.keys, *slots.values]:
-            torch._dynamo.mark_static(each, [0, 1, 3])  # all but the context
-        for each in (tokens, inside, *([] if shift is None else [shift])):
-            torch._dynamo.mark_static(each, 0)
+        slots.only_context_varies(tokens, inside, *([] if shift is None else [shift]))
         choice = _Choice(tokens, torch.zeros_like(places), torch.zeros_like(places[0]), torch.zeros_like(places[0]))
 
         def logits() -> Tensor:

@@ -165,7 +165,7 @@ def test_one_kernel_for_caches_of_every_size() -> None:
         slots = causal.slots(1, context, keys, values)
         for each in [*slots.keys, *slots.values]:
             each.normal_()
-            torch._dynamo.mark_static(each, (0, 1, 3))
+        slots.only_context_varies()
         slots.places.fill_(place)
         want = causal.turn(
             tokens, slots.places, *([each.clone() for each in room] for room in (slots.keys, slots.values))

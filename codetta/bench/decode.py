@@ -92,12 +92,19 @@ def decoder_of(
 
 
 def step_of(name: str, causal: Causal, slots: Slots) -> Any:
+    if name.startswith("codetta"):  # as a Generator has it
+        schedule = "persistent" if name == PERSISTENT else "chain"
+        turn = codetta.compile(causal.turn, options=codetta.Options(schedule=schedule), dynamic=True)
+
+        def ours(tokens: Tensor, places: Tensor) -> Tensor:
+            slots.only_context_varies(tokens)
+            logits: Tensor = turn(tokens, places, slots.keys, slots.values)
+            return logits
+
+        return ours
     step: Any = causal.step(slots)
     if name == "compile":
         return torch.compile(step, mode="reduce-overhead" if slots.places.is_cuda else "default", dynamic=False)
-    if name.startswith("codetta"):
-        schedule = "persistent" if name == PERSISTENT else "chain"
-        return codetta.compile(step, options=codetta.Options(schedule=schedule), dynamic=False)
     return step
 
 

@@ -37,6 +37,13 @@ class Slots:
     def bytes(self) -> int:
         return sum(each.numel() * each.element_size() for each in [*self.keys, *self.values])
 
+    def only_context_varies(self, *others: Tensor) -> None:
+        """Tell Dynamo that of all sizes the context alone is to be a symbol; others: tensors of one entry for each sequence."""
+        for each in [*self.keys, *self.values]:
+            torch._dynamo.mark_static(each, [0, 1, 3])
+        for each in (self.places, *others):
+            torch._dynamo.mark_static(each, 0)
+
     def hold(self, keys: list[Tensor], values: list[Tensor]) -> bool:
         """Whether tensors like these go into them: the model may have changed its dtype or device since they were made."""
         kinds = [[(each.dtype, each.device, each.shape[1], each.shape[3]) for each in [*k, *v]] for k, v in

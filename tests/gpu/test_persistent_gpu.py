@@ -52,7 +52,9 @@ def room(causal: Causal, dtype: torch.dtype = torch.bfloat16) -> Slots:
 
 def compiled(causal: Causal, slots: Slots) -> tuple[Any, Backend]:
     backend = Backend(codetta.Options(schedule="persistent"))
-    return codetta.compile(causal.step(slots), dynamic=False, backend=backend), backend
+    turn = codetta.compile(causal.turn, dynamic=True, backend=backend)
+    slots.only_context_varies()
+    return lambda tokens, places: turn(tokens, places, slots.keys, slots.values), backend
 
 
 @pytest.mark.parametrize("name", SHAPES)
