@@ -37,19 +37,17 @@ def test_greedy_is_hugging_faces(name: str) -> None:
     assert generator(small.PROMPTS[1], tokens=60).tokens == want[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # a chain; one kernel where the device can
-def test_a_longer_context_needs_no_compilation(dtype: torch.dtype) -> None:
-    model = on_gpu("Llama", dtype)
+def test_a_longer_context_needs_no_compilation() -> None:
+    model = on_gpu("Llama")
     generator = codetta.Generator(model, context=64)
     decoder, prompt = generator.decoder, small.PROMPTS[1]
-    first = generator(prompt, tokens=40).tokens
+    want = expected(model, prompt, 40)
+    assert generator(prompt, tokens=40).tokens == want
     backend = decoder.turns[1, False].backend
     for context in (200, 80, 64):
         decoder.context = context
-        assert generator(prompt, tokens=40).tokens == first
+        assert generator(prompt, tokens=40).tokens == want
     assert len(decoder.rooms) == 3 and backend.graphs == len(backend.executors) == 1
-    if dtype == torch.float32:
-        assert first == expected(model, prompt, 40)
 
 
 def test_bf16_is_as_close_as_eager() -> None:
