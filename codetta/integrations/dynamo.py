@@ -356,10 +356,10 @@ def by_inductor(region: fx.GraphModule) -> Callable[..., Any]:
         if context is not None:
             context.output_strides = reported
 
-    alone = len(inputs) == len(given)
+    flat_already = not any(isinstance(each, tuple | list) for each in given)
 
     def run(*args: Any) -> Any:
-        leaves = list(args) if alone else pytree.tree_leaves(args)
+        leaves = list(args) if flat_already else pytree.tree_leaves(args)
         return pytree.tree_unflatten(compiled(leaves), structure)  # Inductor clears the list that it is given
 
     return run
