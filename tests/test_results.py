@@ -194,3 +194,23 @@ def test_a_region_is_given_an_operator_with_several_results() -> None:
         for each in (compiled, model):
             each(x).sum().backward()
     torch.testing.assert_close(compiled.linear.weight.grad, model.linear.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_region_that_inductors_cache_cannot_judge_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it holds is guarded by names of sizes, and a region may not be given all of them."""
+    from torch._inductor import compile_fx, config
+
+    inner, tried = compile_fx.compile_fx_inner, []
+
+    def judged(*args: Any, **kwargs: Any) -> Any:
+        tried.append(config.fx_graph_cache)
+        if config.fx_graph_cache:
+            raise KeyError("input_ids")
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", judged)
+    x = torch.randn(5, 16)
+    with torch.no_grad(), config.patch(fx_graph_cache=True):
+        compiled = codetta.compile(copied_leftover, options=codetta.Options(leftover="inductor"))
+        torch.testing.assert_close(compiled(x), copied_leftover(x), rtol=1e-4, atol=1e-4)
+    assert tried[:2] == [True, False]

@@ -351,7 +351,13 @@ def by_inductor(region: fx.GraphModule) -> Callable[..., Any]:
     try:
         if context is not None:
             context.output_strides = None
-        compiled: Any = compile_fx_inner(decomposed, inputs)
+        try:
+            compiled: Any = compile_fx_inner(decomposed, inputs)
+        except (
+            KeyError
+        ):  # guards of what Inductor's cache holds name sizes of the whole graph, which the region is not given
+            with torch._inductor.config.patch(fx_graph_cache=False):
+                compiled = compile_fx_inner(decomposed, inputs)
     finally:
         if context is not None:
             context.output_strides = reported
