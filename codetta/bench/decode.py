@@ -95,9 +95,10 @@ def step_of(name: str, causal: Causal, slots: Slots) -> Any:
     if name.startswith("codetta"):  # as a Generator has it
         schedule = "persistent" if name == PERSISTENT else "chain"
         turn = codetta.compile(causal.turn, options=codetta.Options(schedule=schedule), dynamic=True)
+        slots.only_context_varies()
 
         def ours(tokens: Tensor, places: Tensor) -> Tensor:
-            slots.only_context_varies(tokens)
+            torch._dynamo.mark_static(tokens, 0)
             logits: Tensor = turn(tokens, places, slots.keys, slots.values)
             return logits
 

@@ -225,7 +225,7 @@ class Backend:
         self.executors: list[Executor] = []
         self.trainings: list[Training] = []
         self.graphs = 0  # that were handed over
-        self.arrived = False  # a first call
+        self.arrived = False  # whether there was a call
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.graphs += 1
