@@ -10,9 +10,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from codetta.bench.grid import IMPLEMENTATIONS, PASSES, GridBench, measure_grid, parse_grid_sizes
+from codetta.bench.grid import IMPLEMENTATIONS, PASSES, GridBench, parse_grid_sizes
 from codetta.bench.ratios import OURS, Cell, cells_of, markdown, mean_ratio, plot, recorded
 from codetta.bench.run import Record, Row, ceilings, device_name
+from codetta.bench.workers import measure_grid_with
 from codetta.cli_arguments import pick_device
 from codetta.errors import ArgumentError
 from codetta.terminal import Json, finish, ratio, reported, screen
@@ -32,6 +33,7 @@ def grid(
     layers: Annotated[int, typer.Option(min=0, help="Give every model so many; default: 4, the smallest models whole.")] = 0,
     impls: Annotated[str, typer.Option(help=f"Contenders of {', '.join(IMPLEMENTATIONS)}" + List)] = "",
     seconds: Annotated[float, typer.Option(help="Time of each contender in each cell.")] = 0.4,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that compile side by side; what is timed is timed alone.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N; default: a GPU where there is one.")] = "",
     out: Annotated[Path | None, typer.Option(help="Append each cell to this .jsonl file as it is measured.")] = None,
     source: Annotated[Path | None, typer.Option("--from", help="Measure nothing: take the rows of this .jsonl file.")] = None,
@@ -52,7 +54,9 @@ def grid(
         bench = GridBench(
             pick_device(device), listed(models), parse_grid_sizes(sizes), listed(which), layers, listed(impls), seconds
         )
-        record = _measured(bench, out, lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True))
+        record = _measured(
+            bench, workers, out, lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)
+        )
     rows = record["rows"]
     console.print(markdown(rows) if as_markdown else table(record), highlight=False, soft_wrap=as_markdown)
     for line in means(cells_of(rows)):
@@ -66,11 +70,11 @@ def listed(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _measured(bench: GridBench, out: Path | None, say: Any) -> dict[str, Any]:
+def _measured(bench: GridBench, workers: int, out: Path | None, say: Any) -> dict[str, Any]:
     """The record; each cell is said and appended to the file as soon as it is there."""
     record = Record("grid", device_name(bench.device), "codetta " + " ".join(sys.argv[1:]))
     record.ceilings = ceilings(bench.device)
-    for rows in measure_grid(bench, say):
+    for rows in measure_grid_with(workers, bench, say):
         record.rows += rows
         for row in rows:
             say(line(row))

@@ -19,8 +19,9 @@ from codetta.bench.grid import GridBench, measure_grid, parse_grid_sizes
 from codetta.bench.peers import contender, sharing, told_causal
 from codetta.bench.ratios import cells_of, colour, markdown, mean_ratio, plot, recorded
 from codetta.bench.shapes import SHAPES, build
+from codetta.bench.workers import measure_grid_with
 from codetta.cli import app
-from codetta.errors import ArgumentError
+from codetta.errors import ArgumentError, CodettaError
 
 pytest.importorskip("transformers")
 CPU = torch.device("cpu")
@@ -195,6 +196,30 @@ def test_the_device_does_not_wait_for_the_host(monkeypatch: pytest.MonkeyPatch) 
     assert timing.device_ms == pytest.approx(1.0)
 
 
+def test_the_device_is_kept_busy_with_earlier_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that has rested is faster than one at work; so a call of which the host is done soon follows others like it."""
+    stream = Stream(monkeypatch)
+    rested = torch.cuda._sleep
+    work = 2.1
+
+    def sleep(cycles: int) -> None:
+        nonlocal work
+        rested(cycles)
+        work = 2.0
+
+    def call() -> None:
+        nonlocal work
+        stream.launch(host=0.5, work=work)
+        work = 2.1
+
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+    timing = Timing(ms=[2.0], host_ms=[0.5])
+    on_device({"a": call}, {"a": timing}, torch.device("cuda"), lambda: None)
+    assert (timing.device_by, timing.device_ms) == ("held", pytest.approx(2.1))
+    assert called._calls_ahead(timing) == 1
+    assert called._calls_ahead(Timing(ms=[2.0], host_ms=[1.9])) == 0, "that many calls do not fit into a queue"
+
+
 def test_a_call_that_waits_for_the_device_is_measured_by_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream(monkeypatch)
 
@@ -243,6 +268,23 @@ def test_a_contender_that_fails_is_a_row_that_says_so(monkeypatch: pytest.Monkey
     assert full["ms"] is None and full["error"] == "out of memory"
     assert broken["error"] == "RuntimeError: no such kernel"
     assert cells_of([eager, full, broken])[0].ratio() is None
+
+
+def test_processes_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one process measures them, in the same order; one that fails is noted, and the others are measured."""
+    heard: list[str] = []
+    bench = GridBench(CPU, ("tiny", "gpt2"), ((1, 8), (1, 2048)), ("prefill",), 1, ("eager",), seconds=0.01)
+    rows = [row for rows in measure_grid_with(2, bench, heard.append) for row in rows]
+    assert [(row["model"], row["length"]) for row in rows] == [("tiny", 8), ("tiny", 2048), ("gpt2", 8)]
+    assert all(row["ms"] > 0 for row in rows)
+    assert any("1x2048 is left out" in text for text in heard)
+    broken = [("tiny", "prefill", ((1, 8),)), ("nothing", "prefill", ((1, 8),))]
+    monkeypatch.setattr(GridBench, "jobs", lambda self: broken)
+    cells = measure_grid_with(2, bench, heard.append)
+    assert next(cells)[0]["model"] == "tiny"
+    with pytest.raises(CodettaError, match="nothing, prefill"):
+        next(cells)
+    assert any("'nothing' is unknown" in text for text in heard)
 
 
 def test_sizes_that_a_model_cannot_take_are_left_out_and_said() -> None:

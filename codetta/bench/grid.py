@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,66 +107,87 @@ def parse_grid_sizes(given: str) -> tuple[Size, ...]:
 
 def measure_grid(bench: GridBench, note: Callable[[str], None] = lambda text: None) -> Iterator[list[Row]]:
     """The rows of each cell, as soon as it is measured; `note` hears what is left out, and why."""
+    for name, which, sizes in bench.jobs():
+        with opened(bench, name, which, note) as measurement:
+            for size in sizes:
+                if measurement.warm(size):
+                    yield measurement.timed(size)
+
+
+@contextmanager
+def opened(
+    bench: GridBench, name: str, which: str, note: Callable[[str], None] = lambda text: None
+) -> Iterator[Measurement]:
+    """A model's cells of one pass, to be measured; behind it, nothing is left of the model."""
     if bench.device.type == "cuda":
         torch.cuda.set_device(bench.device.index or 0)
-    for name, which, sizes in bench.jobs():
-        note(f"{name}, {which}: building and compiling")
-        model = build(name, bench.device, torch.bfloat16, bench.depth(name)).train(which == "train")
-        with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
-            yield from _cells(bench, name, model, which, sizes, note)
-        del model
-        _free(bench.device)
+    note(f"{name}, {which}: building and compiling")
+    model = build(name, bench.device, torch.bfloat16, bench.depth(name)).train(which == "train")
+    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
+        yield Measurement(bench, name, which, model, note)
+    del model
+    _free(bench.device)
 
 
-def _cells(
-    bench: GridBench, name: str, model: Any, which: str, sizes: tuple[Size, ...], note: Callable[[str], None]
-) -> Iterator[list[Row]]:
-    names = sorted(bench.contenders(which), key=lambda each: each != "codetta")
-    runs = {each: made for each in names if (made := contender(each, model)) is not None}
-    longest = getattr(model.config, "max_position_embeddings", None)
-    for batch, length in sizes:
+class Measurement:
+    """The contenders of one model in one pass. A size is warmed, which compiles it, and then timed."""
+
+    def __init__(self, bench: GridBench, name: str, which: str, model: Any, note: Callable[[str], None]) -> None:
+        self.bench, self.name, self.which, self.model, self.note = bench, name, which, model, note
+        names = sorted(bench.contenders(which), key=lambda each: each != "codetta")
+        self.runs = {each: made for each in names if (made := contender(each, model)) is not None}
+        self.warmed: dict[Size, tuple[dict[str, Callable[[], Any]], dict[str, Timing], dict[str, float]]] = {}
+
+    def _no_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def warm(self, size: Size) -> bool:
+        """Compile for the size and call it a few times; False if the model cannot take so many tokens."""
+        (batch, length), device = size, self.bench.device
+        longest = getattr(self.model.config, "max_position_embeddings", None)
         if longest is not None and length > longest:
-            note(f"{name} takes no more than {longest} tokens: {batch}x{length} is left out")
-            continue
-        with torch.set_grad_enabled(which == "train"):
-            timings, distances = _cell(bench, name, model, which, runs, batch, length)
+            self.note(f"{self.name} takes no more than {longest} tokens: {batch}x{length} is left out")
+            return False
+        torch.manual_seed(0)
+        if self.which == "train":
+            named = {"tokens": torch.randint(0, self.model.config.vocab_size, (batch, length), device=device)}
+        else:
+            named = inputs(self.name, self.model, device, batch, length)
+        calls = {each: _call(run, self.which, named) for each, run in self.runs.items()}
+        timings: dict[str, Timing] = {}
+        results: dict[str, torch.Tensor] = {}
+        with torch.set_grad_enabled(self.which == "train"):
+            for each, call in calls.items():
+                timings[each] = timing = warmed(call, device, self._no_gradients)
+                with noted(timing):
+                    if not timing.error:
+                        results[each] = _first(call()).detach().float().cpu()
+                self._no_gradients()
+                if timing.error:
+                    _release(device)
+        self.warmed[size] = calls, timings, _distances(results)
+        return True
+
+    def rest(self) -> None:
+        """Give others what memory is not in use."""
+        _release(self.bench.device)
+
+    def timed(self, size: Size) -> list[Row]:
+        """The rows of a size that is warm."""
+        (batch, length), device = size, self.bench.device
+        calls, timings, distances = self.warmed.pop(size)
+        going = {each: call for each, call in calls.items() if not timings[each].error}
+        with torch.set_grad_enabled(self.which == "train"):
+            in_turns(going, timings, device, self.bench.seconds, self._no_gradients)
+            on_device(going, timings, device, self._no_gradients)
+        self._no_gradients()
         rows = []
-        for each in (each for each in bench.contenders(which) if each in timings):
-            row: Row = {"model": name, "layers": model.config.num_hidden_layers, "batch": batch, "length": length}
-            row |= {"pass": which, "impl": each} | _figures(timings[each], model, bench.device)
+        for each in (each for each in self.bench.contenders(self.which) if each in timings):
+            row: Row = {"model": self.name, "layers": self.model.config.num_hidden_layers, "batch": batch}
+            row |= {"length": length, "pass": self.which, "impl": each}
+            row |= _figures(timings[each], self.model, device)
             rows.append(row | ({"distance": distances[each]} if each in distances else {}))
-        yield rows
-
-
-def _cell(
-    bench: GridBench, name: str, model: Any, which: str, runs: dict[str, Any], batch: int, length: int
-) -> tuple[dict[str, Timing], dict[str, float]]:
-    """Timings of one size, and distances of first results from eager's."""
-    device, results = bench.device, dict[str, torch.Tensor]()
-    torch.manual_seed(0)
-    if which == "train":
-        named = {"tokens": torch.randint(0, model.config.vocab_size, (batch, length), device=device)}
-    else:
-        named = inputs(name, model, device, batch, length)
-    calls = {each: _call(run, which, named) for each, run in runs.items()}
-
-    def no_gradients() -> None:
-        model.zero_grad(set_to_none=True)
-
-    timings: dict[str, Timing] = {}
-    for each, call in calls.items():
-        timings[each] = timing = warmed(call, device, no_gradients)
-        with noted(timing):
-            if not timing.error:
-                results[each] = _first(call()).detach().float().cpu()
-        no_gradients()
-        if timing.error:
-            _release(device)
-    going = {each: call for each, call in calls.items() if not timings[each].error}
-    in_turns(going, timings, device, bench.seconds, no_gradients)
-    on_device(going, timings, device, no_gradients)
-    no_gradients()
-    return timings, _distances(results)
+        return rows
 
 
 def _call(run: Callable[..., Any], which: str, named: dict[str, Any]) -> Callable[[], Any]:
