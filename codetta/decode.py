@@ -279,8 +279,9 @@ class Decoder:
         self.options = options or (known.options if known is not None else Options())
         # What is recorded here as a whole needs no recordings of parts.
         self.prompt = compile(self.causal.prompt, options=replace(self.options, graphs="off"))
-        # Memory of the recordings of prompts, which never run at the same time.
-        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        # Memory of the recordings of prompts, which never run at the same time. It is there as long as this is: a pool that goes with its
+        # last recording refuses the next one.
+        self.pool = torch.cuda.MemPool() if self.device.type == "cuda" else None
         self.turns: dict[
             tuple[int, bool], Callable[..., Tensor]
         ] = {}  # by batch, and whether positions are shifted; the last ones used
@@ -330,7 +331,7 @@ class Decoder:
         room = self._fitting(len(prompts)) if len(prompts) * length <= RECORDED else None
         if room is None or self.options.graphs == "off" or self._has_moved():
             return None
-        found = room.prompts_of(length, self.prompt, self.pool)
+        found = room.prompts_of(length, self.prompt, None if self.pool is None else self.pool.id)
         if found is None:
             return None
         self._take(room)

@@ -154,10 +154,11 @@ def test_every_place(name: str) -> None:
     assert [type(each) for each in step.phases] == [Multiply, Attend, Multiply, Multiply, Multiply] * 2 + [Multiply]
 
 
+@pytest.mark.parametrize("name", ["shared", "window"])
 @pytest.mark.usefixtures("fibers")
 @torch.no_grad()
-def test_one_kernel_for_caches_of_every_size() -> None:
-    causal = Causal(model("shared"))
+def test_one_kernel_for_caches_of_every_size(name: str) -> None:
+    causal = Causal(model(name))
     tokens, backend = torch.tensor([17]), Backend(codetta.Options(schedule="persistent"))
     whole = codetta.compile(causal.turn, dynamic=True, backend=backend)
     _, keys, values = causal.prompt(torch.zeros((1, 1), dtype=torch.int64))

@@ -183,16 +183,22 @@ def _masks(model: nn.Module) -> Callable[[Tensor, int], Any]:
     if not kinds <= {SLIDING, FULL}:
         raise ArgumentError("model", f"has layers of {', '.join(sorted(kinds))}", "pass a model with attention alone")
 
-    def mask(places: Tensor, context: int, window: int | None) -> Tensor:
-        at, here = torch.arange(context, device=places.device), places[:, None, None, None]
-        seen = at <= here if window is None else (at <= here) & (at > here - window)
-        if kind == "sdpa":
-            return seen
-        dtype = next(model.parameters()).dtype
-        return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
+    def mask_of(window: int | None) -> Callable[[Tensor, int], Tensor]:
+        # A default is a constant of the traced step, where a variable of the outer function might become a symbol.
+        def mask(places: Tensor, context: int, window: int | None = window) -> Tensor:
+            at, here = torch.arange(context, device=places.device), places[:, None, None, None]
+            seen = at <= here if window is None else (at <= here) & (at > here - window)
+            if kind == "sdpa":
+                return seen
+            dtype = next(model.parameters()).dtype
+            return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
+
+        return mask
+
+    made_by = {each: mask_of(window if each == SLIDING else None) for each in sorted(kinds)}
 
     def masks(places: Tensor, context: int) -> Any:
-        made = {each: mask(places, context, window if each == SLIDING else None) for each in sorted(kinds)}
+        made = {each: mask(places, context) for each, mask in made_by.items()}
         return made if len(made) > 1 else next(iter(made.values()))
 
     return masks
