@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 import codetta
+from codetta.integrations.dynamo import Backend
 
 
 def test_options_of_torch_compile() -> None:
@@ -43,3 +46,28 @@ def test_fullgraph() -> None:
         codetta.compile(each)(torch.randn(3))
         with pytest.raises(torch._dynamo.exc.Unsupported):
             codetta.compile(each, fullgraph=True)(torch.randn(3))
+
+
+def test_what_is_compiled_is_part_of_a_graph_that_others_trace() -> None:
+    """One graph, of the one that traces; nothing that is kept for calls is touched."""
+
+    class Doubles(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x) * 2
+
+    def triples(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * 3
+
+    x = torch.randn(3, 8)
+    for each, factor in ((Doubles(), 2), (triples, 3)):
+        for dynamic in (None, True):
+            torch._dynamo.reset()
+            backend = Backend(codetta.Options())
+            compiled = codetta.compile(each, dynamic=dynamic, backend=backend)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                outer = torch.compile(lambda x, compiled=compiled: compiled(x) + 1, backend="eager", fullgraph=True)
+                torch.testing.assert_close(outer(x), torch.tanh(x) * factor + 1)
+            assert backend.graphs == 0 and not backend.arrived
+            torch.testing.assert_close(compiled(x), torch.tanh(x) * factor)
+            assert backend.graphs == 1

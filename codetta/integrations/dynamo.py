@@ -93,10 +93,12 @@ class _Watched:
         self._look()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # part of somebody else's graph
+            return self.model._call_impl(*args, **kwargs)
         # Every hook has a number of its own; one that is taken away leaves no trace but in the modules.
         if self.hooks or RemovableHandle.next_id != self.seen:
             self._look()
-        if self.kinds is None or self.hooks or torch.compiler.is_compiling():
+        if self.kinds is None or self.hooks:
             return self.call(*args, **kwargs)
         return self.kinds.call(self.call, args, kwargs, mode=self.model.training)
 
@@ -133,11 +135,13 @@ class _Call:
     """A compiled function and who compiled it, which lies here and not on the module: a copy of the model is a plain one."""
 
     def __init__(self, function: Callable[..., Any], backend: Backend, dynamic: bool, fullgraph: bool = False) -> None:
-        self.backend, self.name = backend, _name_of(function)
+        self.backend, self.name, self.function = backend, _name_of(function), function
         self.settings = torch._dynamo.config._make_closure_patcher(**_settings())
         self.call: Any = torch.compile(_own_frame(function), backend=backend, dynamic=dynamic, fullgraph=fullgraph)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # part of somebody else's graph
+            return self.function(*args, **kwargs)
         if not self.backend.arrived:
             return self._first(*args, **kwargs)
         revert = self.settings()  # `patch` would take as long as all guards of a model
@@ -194,6 +198,8 @@ class _FirstSizes:
         self.made = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.others(*args, **kwargs)
         sizes = _sizes((args, kwargs))
         if self.sizes is None:
             self.sizes = sizes
