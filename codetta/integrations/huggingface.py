@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class Causal:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.config = model, _config(model)
         self.masks = _masks(model)
+        self.layers = _layers()
 
     @torch.no_grad()
     def check(self) -> None:
@@ -114,9 +115,7 @@ class Causal:
         """Of (batch, length) tokens: the logits behind the last one of each, and every layer's keys and values.
 
         last: (batch,), where prompts end that are padded on the right. Nothing before the padding sees it, so it needs no mask."""
-        from transformers import DynamicCache
-
-        cache = DynamicCache()
+        cache = self.layers.PromptCache()
         places = torch.arange(tokens.shape[1], device=tokens.device)[None]
         keep: Any = 1 if last is None else last
         out = self.model(
@@ -139,20 +138,26 @@ class Causal:
         """The same as one function for slots of every context: turn(tokens, places, keys, values, shift).
 
         shift: (batch,), how far positions are from places, where they are not the same."""
-        model, masks, (cache, layer) = self.model, self.masks, _caches()
+        model, masks, in_slots = self.model, self.masks, self.layers.slots
 
         def turn(
             tokens: Tensor, places: Tensor, keys: list[Tensor], values: list[Tensor], shift: Tensor | None = None
         ) -> Tensor:
-            layers = [layer(*each, places[:, None]) for each in zip(keys, values, strict=True)]
             positions = places if shift is None else places + shift
             logits: Tensor = model(
                 input_ids=tokens[:, None], position_ids=positions[:, None], attention_mask=masks(places, keys[0].shape[2]),
-                past_key_values=cache(layers=layers), use_cache=True, return_dict=True,
+                past_key_values=in_slots(keys, values, places[:, None]), use_cache=True, return_dict=True,
             ).logits  # fmt: skip
             return logits[:, -1]
 
         return turn
+
+
+def _layers() -> Any:
+    """The module of layers, which imports transformers."""
+    from codetta.integrations import layers
+
+    return layers
 
 
 def _config(model: nn.Module) -> Any:
@@ -202,37 +207,3 @@ def _masks(model: nn.Module) -> Callable[[Tensor, int], Any]:
         return made if len(made) > 1 else next(iter(made.values()))
 
     return masks
-
-
-@cache
-def _caches() -> tuple[Any, Any]:
-    """Hugging Face's cache, and a layer of it that lies in slots."""
-    from transformers.cache_utils import Cache, CacheLayerMixin
-
-    class Layer(CacheLayerMixin):
-        is_compileable, is_sliding = True, False
-
-        def __init__(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
-            """places: (batch, 1): where the rows of this call go."""
-            super().__init__()
-            self.keys, self.values, self.places, self.is_initialized = keys, values, places, True
-
-        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-            pass  # all there from the beginning
-
-        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            samples = torch.arange(self.keys.shape[0], device=self.keys.device)[:, None]
-            for room, rows in ((self.keys, key_states), (self.values, value_states)):
-                torch.ops.aten.index_put_(room, [samples, None, self.places], rows.transpose(1, 2))
-            return self.keys, self.values
-
-        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-            return self.keys.shape[2], 0
-
-        def get_seq_length(self) -> int:
-            return 0  # positions are given, for each sequence its own
-
-        def get_max_length(self) -> int:
-            return self.keys.shape[2]
-
-    return Cache, Layer
