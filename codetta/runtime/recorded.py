@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from codetta.runtime.memsets import memsets_become_kernels
+
 Result = TypeVar("Result")
 
 WARM = 2  # calls before the recording: kernels are built and tensors of constants made in them
@@ -77,7 +79,7 @@ def record(
     function: Callable[[], Result], device: torch.device, pool: Any = None
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
     """A call of the function as a graph, and what it returned, whose memory is the graph's. Hold `recording` meanwhile."""
-    side, graph = _side_stream(device), torch.cuda.CUDAGraph()
+    side, graph = _side_stream(device), torch.cuda.CUDAGraph(keep_graph=True)
     current = torch.cuda.current_stream(device)
     side.wait_stream(current)
     try:
@@ -90,6 +92,8 @@ def record(
     except BaseException:
         _end_capture(side)
         raise
+    memsets_become_kernels(graph, device)
+    graph.instantiate()
     current.wait_stream(side)
     return graph, result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import threading
 from typing import Any
@@ -15,6 +16,8 @@ from zoo import ZOO, outputs
 
 import codetta
 from codetta.bench import shapes
+from codetta.runtime import recorded
+from codetta.runtime.memsets import memsets_become_kernels
 from codetta.runtime.replay import Replay
 from codetta.runtime.speculation import Call
 
@@ -136,6 +139,35 @@ def test_a_capture_around_a_compiled_model() -> None:
     x.copy_(tokens(seed=5))
     graph.replay()
     assert torch.equal(found, plain(x, use_cache=False).logits)
+
+
+def test_memsets_become_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each width, in memory that is used again behind them."""
+    replaced: list[int] = []
+    monkeypatch.setattr(
+        recorded, "memsets_become_kernels", lambda *given: replaced.append(memsets_become_kernels(*given))
+    )
+    driver, widths = ctypes.CDLL("libcuda.so.1"), {torch.uint8: "D8", torch.int16: "D16", torch.int32: "D32"}
+    made = [torch.empty(size, dtype=dtype, device=GPU) for size in (1, 300, 4097) for dtype in widths]
+    sums = torch.empty(len(made), dtype=torch.int64, device=GPU)
+
+    def function() -> torch.Tensor:
+        for at, each in enumerate(made):
+            stream = ctypes.c_void_p(torch.cuda.current_stream(GPU).cuda_stream)
+            memset = getattr(driver, f"cuMemset{widths[each.dtype]}Async")
+            assert not memset(ctypes.c_uint64(each.data_ptr()), at + 2, ctypes.c_size_t(each.numel()), stream)
+            sums[at] = each.long().sum()
+            each.fill_(1)
+        return sums
+
+    with recorded.recording:
+        graph, found = recorded.record(function, GPU)
+    assert replaced == [len(made)]
+    for _ in range(3):
+        found.fill_(-1)
+        graph.replay()
+        assert found.tolist() == [(at + 2) * each.numel() for at, each in enumerate(made)]
+    assert all(bool((each == 1).all()) for each in made)
 
 
 @torch.no_grad()
