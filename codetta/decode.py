@@ -169,13 +169,13 @@ class _Room:
         choice, logits = self.choice, self.logits
         return Recorded(lambda: choice.choose(logits(), kind), [self.slots.places, *choice.changed(kind.sampling)])
 
-    def prompts_of(self, length: int, prompt: Callable[..., Any], pool: Any) -> _Prompts | None:
+    def prompts_of(self, length: int, prompt: Callable[..., Any]) -> _Prompts | None:
         """Those of a length that comes again; None if it does not yet, or cannot be recorded."""
-        self.prompts[length] = found = self.prompts.pop(length, None) or _Prompts(self.slots, length, prompt, pool)
+        self.prompts[length] = found = self.prompts.pop(length, None) or _Prompts(self.slots, length, prompt)
         if len(self.prompts) > LENGTHS:
             del self.prompts[next(iter(self.prompts))]
         found.times += 1
-        return found if found.times > BEFORE and not found.fails else None
+        return found if found.times > BEFORE and found.fails is None else None
 
     def send(self) -> Sent:
         """The tokens. Those sent before may still be unread, but no earlier ones."""
@@ -193,7 +193,7 @@ class _Room:
 class _Prompts:
     """The prompts of a room, padded to one length, in memory that stays: how they are read can be recorded."""
 
-    def __init__(self, slots: Slots, length: int, prompt: Callable[..., Any], pool: Any) -> None:
+    def __init__(self, slots: Slots, length: int, prompt: Callable[..., Any]) -> None:
         batch, places = len(slots.places), slots.places
         with torch.inference_mode(False):
             # One tensor, and so one copy from the host: the tokens of all, then how many of each count.
@@ -209,9 +209,9 @@ class _Prompts:
             slots.put(slice(None), keys, values, lengths)
             return logits
 
-        self.recorded = Recorded(read, [places], pool)
+        self.recorded = Recorded(read, [places])
         self.times = 0  # that prompts of this length have come
-        self.fails = False  # to be recorded
+        self.fails: str | None = None  # why they cannot be recorded
 
     def __call__(self, prompts: list[list[int]]) -> Tensor:
         """The logits behind each, with keys and values in slots; the next call's come into the same memory."""
@@ -279,9 +279,7 @@ class Decoder:
         self.options = options or (known.options if known is not None else Options())
         # What is recorded here as a whole needs no recordings of parts.
         self.prompt = compile(self.causal.prompt, options=replace(self.options, graphs="off"))
-        # Memory of the recordings of prompts, which never run at the same time. It is there as long as this is: a pool that goes with its
-        # last recording refuses the next one.
-        self.pool = torch.cuda.MemPool() if self.device.type == "cuda" else None
+        self.pool: Any = None  # memory of the recordings of prompts, which never run at the same time
         self.turns: dict[
             tuple[int, bool], Callable[..., Tensor]
         ] = {}  # by batch, and whether positions are shifted; the last ones used
@@ -331,7 +329,7 @@ class Decoder:
         room = self._fitting(len(prompts)) if len(prompts) * length <= RECORDED else None
         if room is None or self.options.graphs == "off" or self._has_moved():
             return None
-        found = room.prompts_of(length, self.prompt, None if self.pool is None else self.pool.id)
+        found = room.prompts_of(length, self.prompt)
         if found is None:
             return None
         self._take(room)
@@ -340,11 +338,19 @@ class Decoder:
             # The host looks while the device reads: where parameters have changed, all is read once more.
             return None if self._look_at_parameters() else logits
         self._look_at_parameters()
+        found.recorded.pool = self._pool()
         try:
             return found(prompts)
-        except Exception:  # such as a model that waits for the device: it can be called, and no more
-            found.fails = True
+        except Exception as error:  # such as a model that waits for the device: it can be called, and no more
+            found.fails = f"{type(error).__name__}: {error}"
             return None
+
+    def _pool(self) -> Any:
+        """Memory for one more recording of prompts: that of the others. PyTorch refuses a pool whose last recording is gone."""
+        others = [each.recorded for room in self.rooms for each in room.prompts.values()]
+        if self.device.type == "cuda" and not any(each.is_there for each in others):
+            self.pool = torch.cuda.graph_pool_handle()
+        return self.pool
 
     def _read(self, prompts: list[list[int]]) -> Tensor:
         self._look_at_parameters()
