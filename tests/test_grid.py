@@ -336,6 +336,18 @@ def test_the_last_row_counts() -> None:
     assert cell.ratio() == 2.0
 
 
+def test_contenders_are_compared_within_a_run(tmp_path: Path) -> None:
+    runs = [
+        [row("eager", 4.0), row("compile", 1.0), row("codetta", 2.0)],
+        [row("eager", 1.0, 2)],
+        [row("eager", 4.0), row("codetta", 2.0)],
+    ]
+    path = tmp_path / "grid.jsonl"
+    path.write_text("\n".join(json.dumps({"bench": "grid", "device": "d", "rows": rows}) for rows in runs))
+    first, second = cells_of(recorded(path)["rows"])
+    assert (first.best_peer(), first.ratio(), second.batch) == ("eager", 2.0, 2)
+
+
 def test_colours_diverge_around_one() -> None:
     assert colour(1.0) == (236, 234, 228)
     assert colour(4.0) == colour(2.0) != colour(0.5) == colour(0.1)

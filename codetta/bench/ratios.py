@@ -31,6 +31,10 @@ class Cell:
     rows: dict[str, Row] = field(default_factory=dict)
 
     @property
+    def key(self) -> tuple[str, int, int, int, str]:
+        return self.model, self.layers, self.batch, self.length, self.which
+
+    @property
     def size(self) -> str:
         return f"{self.batch}x{self.length}"
 
@@ -49,8 +53,8 @@ def cells_of(rows: Iterable[Row]) -> list[Cell]:
     """The cells, in the order of their first rows; of several rows of a contender the last one counts."""
     found: dict[tuple[Any, ...], Cell] = {}
     for row in rows:
-        key = (row["model"], row["layers"], row["batch"], row["length"], row["pass"])
-        found.setdefault(key, Cell(*key)).rows[row["impl"]] = row
+        cell = Cell(row["model"], row["layers"], row["batch"], row["length"], row["pass"])
+        found.setdefault(cell.key, cell).rows[row["impl"]] = row
     return list(found.values())
 
 
@@ -61,7 +65,7 @@ def mean_ratio(cells: Iterable[Cell], figure: str = "ms") -> float | None:
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """All records of the file's last device as one; a later row replaces an earlier one."""
+    """All records of the file's last device as one. Of a cell the last run counts, as a whole: contenders are compared within a run."""
     try:
         records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
@@ -70,8 +74,17 @@ def recorded(path: Path) -> dict[str, Any]:
     if not records:
         raise ArgumentError("from", f"{path} has no record of the grid", "pass a .jsonl file that --out wrote")
     last = records[-1]
-    same = [each for each in records if each["device"] == last["device"]]
-    return last | {"rows": [row for each in same for row in each["rows"]]}
+    cells: dict[tuple[Any, ...], list[Row]] = {}
+    for record in (each for each in records if each["device"] == last["device"]):
+        for cell in cells_of(record["rows"]):
+            cells[cell.key] = list(cell.rows.values())
+    models = list(dict.fromkeys(model for model, *_ in cells))
+
+    def place(key: tuple[Any, ...]) -> tuple[Any, ...]:
+        model, layers, batch, length, which = key
+        return models.index(model), layers, which, batch * length, batch
+
+    return last | {"rows": [row for key in sorted(cells, key=place) for row in cells[key]]}
 
 
 def markdown(rows: Iterable[Row]) -> str:
