@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from codetta.barring import NOTHING, Barred, Bars, Shape
 from codetta.errors import ArgumentError, CodettaError
 from codetta.integrations.dynamo import backend_of, compile
 from codetta.integrations.huggingface import Causal, Slots
@@ -63,19 +64,11 @@ class Kind:
     """How a step chooses, as far as its recording knows: without the seed, which the counter has, and without which tokens are barred."""
 
     sampling: Sampling
-    barred: bool = False
+    barred: Shape = NOTHING
 
     @classmethod
-    def of(cls, sampling: Sampling, barred: bool) -> Kind:
-        return cls(replace(sampling, seed=0), barred)
-
-
-def _zeros(kept: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in the tensor that is there, for recordings know it by its address."""
-    if kept is not None and kept.shape == shape:  # the vocabulary may have grown: then recordings are made anew
-        return kept.zero_()
-    with torch.inference_mode(False):
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def of(cls, sampling: Sampling, barred: Barred) -> Kind:
+        return cls(replace(sampling, seed=0), barred.shape)
 
 
 @dataclass
@@ -86,11 +79,11 @@ class _Choice:
     rows: Tensor  # (batch,): which number stands for each sequence in the random numbers
     counter: Tensor  # (): how many tokens were chosen before, and the seed
     first: Tensor  # (): what the counter began with
+    bars: Bars
     seen: Tensor | None = None  # (batch, vocabulary): which tokens have occurred; made for the first repetition penalty
-    until: Tensor | None = None  # (vocabulary,): how many tokens must be there before each may be chosen
 
     def begin(
-        self, prompts: list[list[int]], vocabulary: int, sampling: Sampling, occurred: list[list[int]], barred: dict[int, int]
+        self, prompts: list[list[int]], vocabulary: int, sampling: Sampling, occurred: list[list[int]], barred: Barred
     ) -> None:  # fmt: skip
         # Equal prompts get answers of their own, others the one that they would get alone.
         again = [prompts[:at].count(prompt) for at, prompt in enumerate(prompts)]
@@ -100,31 +93,29 @@ class _Choice:
             self.rows.zero_()  # a copy from the host would wait for the prompts
         self.counter.fill_(first_count(sampling.seed))
         self.first.copy_(self.counter)
-        if barred:
-            self.until = _zeros(self.until, (vocabulary,), torch.int64, self.tokens.device)
-            known = {token: count for token, count in barred.items() if token < vocabulary}
-            those, counts = torch.tensor([[*known], [*known.values()]], dtype=torch.int64).to(self.until.device)
-            self.until[those] = counts
+        self.bars.begin(barred, vocabulary, occurred)
         if sampling.repetition_penalty != 1:
-            self.seen = _zeros(self.seen, (len(prompts), vocabulary), torch.bool, self.tokens.device)
+            if self.seen is None or self.seen.shape[1] != vocabulary:  # which may have grown
+                with torch.inference_mode(False):
+                    self.seen = torch.empty((len(prompts), vocabulary), dtype=torch.bool, device=self.tokens.device)
+            self.seen.zero_()
             for at, each in enumerate(occurred):
                 self.seen[at, each] = True
 
     def choose(self, logits: Tensor, kind: Kind) -> Tensor:
         seen = self._seen(kind.sampling)
-        if kind.barred:
-            assert self.until is not None
-            logits = logits.masked_fill(self.counter - self.first < self.until, -torch.inf)
+        logits = self.bars.without(logits, self.counter - self.first, kind.barred)
         draw(logits, kind.sampling, self.counter, self.rows, seen, self.tokens)
         if seen is not None:
             seen.scatter_(1, self.tokens[:, None], True)
+        self.bars.follow(self.tokens, kind.barred)
         self.counter.add_(1)
         return self.tokens
 
-    def changed(self, sampling: Sampling) -> list[Tensor]:
+    def changed(self, kind: Kind) -> list[Tensor]:
         """What `choose` changes."""
-        seen = self._seen(sampling)
-        return [self.tokens, self.counter] if seen is None else [self.tokens, self.counter, seen]
+        seen = self._seen(kind.sampling)
+        return [self.tokens, self.counter, *self.bars.changed(kind.barred), *([] if seen is None else [seen])]
 
     def _seen(self, sampling: Sampling) -> Tensor | None:
         return None if sampling.repetition_penalty == 1 else self.seen
@@ -158,7 +149,7 @@ class _Room:
     def recorded(self, kind: Kind) -> Recorded:
         """A step that ends with the next tokens, chosen like this."""
         greedy = kind.sampling.greedy and kind.sampling.repetition_penalty == 1
-        if greedy and not kind.barred:
+        if greedy and kind.barred == NOTHING:
             return self.likeliest
         self.sampled[kind] = found = self.sampled.pop(kind, None) or self._sampled(kind)
         if len(self.sampled) > SAMPLED:
@@ -167,7 +158,7 @@ class _Room:
 
     def _sampled(self, kind: Kind) -> Recorded:
         choice, logits = self.choice, self.logits
-        return Recorded(lambda: choice.choose(logits(), kind), [self.slots.places, *choice.changed(kind.sampling)])
+        return Recorded(lambda: choice.choose(logits(), kind), [self.slots.places, *choice.changed(kind)])
 
     def prompts_of(self, length: int, prompt: Callable[..., Any]) -> _Prompts | None:
         """Those of a length that comes again; None if it does not yet, or cannot be recorded."""
@@ -304,15 +295,16 @@ class Decoder:
     @torch.no_grad()
     def begin(
         self, prompts: list[list[int]], sampling: Sampling, occurred: list[list[int]] | None = None,
-        barred: dict[int, int] | None = None,
+        barred: Barred | None = None,
     ) -> Sent:  # fmt: skip
-        """The first token of each sequence. occurred: what a repetition penalty counts, if that is not the prompts. barred: how many
-        tokens must be there before one may be chosen, for some."""
+        """The first token of each sequence. occurred: the tokens before it, as a repetition penalty and words that are barred count them,
+        if those are not the prompts."""
+        barred = barred or Barred()
         logits = self.read(prompts)
         room = self.current
         assert room is not None
-        kind = Kind.of(sampling, bool(barred))
-        room.choice.begin(prompts, logits.shape[1], sampling, occurred or prompts, barred or {})
+        kind = Kind.of(sampling, barred)
+        room.choice.begin(prompts, logits.shape[1], sampling, occurred or prompts, barred)
         room.choice.choose(logits, kind)
         self.recorded = room.recorded(kind)
         return room.send()
@@ -434,7 +426,9 @@ class Decoder:
         tokens, places = torch.zeros_like(slots.places), slots.places
         inside = torch.zeros_like(places)  # places, the last one for all that are past it
         slots.only_context_varies(tokens, inside, *([] if shift is None else [shift]))
-        choice = _Choice(tokens, torch.zeros_like(places), torch.zeros_like(places[0]), torch.zeros_like(places[0]))
+        choice = _Choice(
+            tokens, torch.zeros_like(places), torch.zeros_like(places[0]), torch.zeros_like(places[0]), Bars(len(places), places.device)
+        )  # fmt: skip
 
         def logits() -> Tensor:
             torch.clamp(places, max=slots.context - 1, out=inside)

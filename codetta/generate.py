@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from codetta.barring import Barred
 from codetta.decode import Decoder, Sent
 from codetta.errors import ArgumentError, CodettaError
 from codetta.options import Options
@@ -153,7 +154,7 @@ class Generator:
 
     def rounds(
         self, prompts: list[list[int]], most: list[int], going: set[int], sampling: Sampling,
-        occurred: list[list[int]] | None = None, barred: dict[int, int] | None = None,
+        occurred: list[list[int]] | None = None, barred: Barred | None = None,
     ) -> Iterator[list[int]]:  # fmt: skip
         """What each step chose, for every sequence, until nobody is left in `going`, which the caller empties. Sequences that are not in
         it go on unheard. most: how many tokens each can get. occurred, barred: as for `Decoder.begin`."""

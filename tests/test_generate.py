@@ -538,7 +538,7 @@ def test_which_recordings_are_kept() -> None:
 
     made = known(penalised, 1)
     choice = decoder.current.choice
-    tensors = (choice.tokens, choice.rows, choice.counter, choice.first, choice.seen)
+    tensors = (choice.tokens, choice.rows, choice.counter, choice.first, choice.bars, choice.seen)
     assert known(penalised, 2) is made
     known(other, 1)
     assert known(penalised, 3) is made and len(decoder.current.sampled) == 2

@@ -232,7 +232,8 @@ def settings() -> dict[str, dict[str, Any]]:
         "min_new_tokens": ended | {"min_new_tokens": 7},
         "min_length": ended | {"min_length": 16},
         "no_repeat_ngram_size": {"no_repeat_ngram_size": 2, "max_new_tokens": 30},
-        "bad_words_ids": {"bad_words_ids": [[end], [first, second]], "max_new_tokens": 12},
+        "bad_words_ids": {"bad_words_ids": [[end], [first, second], [6, 7, 8, 9, 10]], "max_new_tokens": 12},
+        "bad words alone": {"bad_words_ids": [greedy()[1:3], greedy()[4:8], [9, greedy()[7]]], "max_new_tokens": 12},
         "bad words of a token": {"bad_words_ids": [[end], [first]], "repetition_penalty": 1.2, "max_new_tokens": 12},
         "sampled and barred": sampled | {"top_k": 1, "min_new_tokens": 5, "eos_token_id": end, "pad_token_id": 7, "suppress_tokens": [first]},
         "suppress_tokens": {"suppress_tokens": greedy()[:3], "max_new_tokens": 12},
@@ -255,7 +256,7 @@ def settings() -> dict[str, dict[str, Any]]:
 
 
 NAMES = [
-    "max_new_tokens", "max_length", "no length", "eos_token_id", "min_new_tokens", "min_length", "no_repeat_ngram_size", "bad_words_ids",
+    "max_new_tokens", "max_length", "no length", "eos_token_id", "min_new_tokens", "min_length", "no_repeat_ngram_size", "bad_words_ids", "bad words alone",
     "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "repetition_penalty", "repetition_penalty of padding", "forced_eos_token_id",
     "exponential_decay_length_penalty", "logits_processor", "stopping_criteria", "stop_strings", "cache_implementation", "typical_p",
     "epsilon_cutoff", "eta_cutoff", "num_return_sequences", "sampled and processed", "bad words of a token", "sampled and barred",
@@ -281,6 +282,7 @@ def test_a_setting_with_a_window(setting: str) -> None:
 IN_THE_STEP = {
     "max_new_tokens", "max_length", "no length", "eos_token_id", "min_new_tokens", "min_length", "suppress_tokens", "begin_suppress_tokens",
     "repetition_penalty", "repetition_penalty of padding", "cache_implementation", "bad words of a token", "sampled and barred",
+    "bad_words_ids", "bad words alone",
 }  # fmt: skip
 
 

@@ -59,7 +59,14 @@ LAYERS: list[tuple[str, list[str]]] = [
     # Among them Hugging Face's models, and text from them.
     (
         "integrations",
-        ["codetta.integrations", "codetta.sampling", "codetta.text", "codetta.decode", "codetta.generate"],
+        [
+            "codetta.integrations",
+            "codetta.sampling",
+            "codetta.barring",
+            "codetta.text",
+            "codetta.decode",
+            "codetta.generate",
+        ],
     ),
     ("package", ["codetta"]),  # its __init__ names what users see; so do explain and bench
     (

@@ -6,9 +6,10 @@ Order matters to the former, which are taken in Hugging Face's only. What is bar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from codetta.barring import Barred
 from codetta.errors import ArgumentError
 from codetta.sampling import Sampling
 
@@ -17,10 +18,10 @@ ALWAYS = 2**62  # more tokens than anybody makes
 
 @dataclass
 class Settings:
-    """How a step chooses. barred: how many tokens have to be there before one may be chosen."""
+    """How a step chooses."""
 
     sampling: Sampling
-    barred: dict[int, int] = field(default_factory=dict)
+    barred: Barred
 
 
 def settings_of(processors: Any, length: int, vocabulary: int, draws: bool) -> Settings | None:
@@ -34,7 +35,8 @@ def settings_of(processors: Any, length: int, vocabulary: int, draws: bool) -> S
     }  # fmt: skip
     order = list(names)
     found: dict[str, Any] = {"temperature": 1.0} if draws else {}
-    barred: dict[int, int] = {}
+    until: dict[int, int] = {}
+    words: list[tuple[int, ...]] = []
     last = -1
     for each in processors:
         if type(each) in names:
@@ -51,32 +53,35 @@ def settings_of(processors: Any, length: int, vocabulary: int, draws: bool) -> S
         more = _barred(each, length, vocabulary)
         if more is None or last > 0:
             return None
-        for token, until in more.items():
-            barred[token] = max(until, barred.get(token, 0))
+        words += more.words
+        for token, count in more.until.items():
+            until[token] = max(count, until.get(token, 0))
+    left = Barred({token: count for token, count in until.items() if count > 0}, tuple(words))
     try:
-        return Settings(Sampling(**found), {token: until for token, until in barred.items() if until > 0})
+        return Settings(Sampling(**found), left)
     except ArgumentError:
         return None
 
 
-def _barred(processor: Any, length: int, vocabulary: int) -> dict[int, int] | None:
-    """Until how many new tokens are there a processor bars which tokens; None if it does something else."""
+def _barred(processor: Any, length: int, vocabulary: int) -> Barred | None:
+    """What a processor bars; None if it does something else."""
     from transformers.generation import logits_process as known
 
     kind = type(processor)
     if kind is known.MinLengthLogitsProcessor:
-        return dict.fromkeys(processor.eos_token_id.tolist(), processor.min_length - length)
+        return Barred(dict.fromkeys(processor.eos_token_id.tolist(), processor.min_length - length))
     if kind is known.MinNewTokensLengthLogitsProcessor:
-        until = processor.min_new_tokens + processor.prompt_length_to_skip - length
-        return dict.fromkeys(processor.eos_token_id.tolist(), until)
+        count = processor.min_new_tokens + processor.prompt_length_to_skip - length
+        return Barred(dict.fromkeys(processor.eos_token_id.tolist(), count))
     if kind is known.SuppressTokensLogitsProcessor:
-        return dict.fromkeys(processor.suppress_tokens.tolist(), ALWAYS)
+        return Barred(dict.fromkeys(processor.suppress_tokens.tolist(), ALWAYS))
     if kind is known.SuppressTokensAtBeginLogitsProcessor and processor.begin_index == length:
-        return dict.fromkeys(processor.begin_suppress_tokens.tolist(), 1)
+        return Barred(dict.fromkeys(processor.begin_suppress_tokens.tolist(), 1))
     if kind is known.NoBadWordsLogitsProcessor:
-        words = processor.sequence_bias
+        words = list(processor.sequence_bias)
         if all(
-            len(each) == 1 and each[0] < vocabulary for each in words
+            0 <= token < vocabulary for each in words for token in each
         ):  # Hugging Face says what is wrong with others
-            return {token: ALWAYS for (token,) in words}
+            alone = {each[0]: ALWAYS for each in words if len(each) == 1}
+            return Barred(alone, tuple(each for each in words if len(each) > 1))
     return None
