@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -200,7 +200,7 @@ class _FirstSizes:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.others(*args, **kwargs)
-        sizes = _sizes((args, kwargs))
+        sizes = _sizes((*args, *kwargs.values()))
         if self.sizes is None:
             self.sizes = sizes
         if sizes != self.sizes or self.made >= self.MOST:
@@ -212,15 +212,17 @@ class _FirstSizes:
             self.made += self.backend.graphs != before
 
 
-def _sizes(argument: Any) -> list[object]:
+def _sizes(arguments: Iterable[Any]) -> list[object]:
     """Of the tensors in arguments, in order."""
-    if isinstance(argument, torch.Tensor):
-        return [argument.shape]
-    if isinstance(argument, dict):
-        argument = argument.values()
-    elif not isinstance(argument, tuple | list):
-        return []
-    return [size for each in argument for size in _sizes(each)]
+    found: list[object] = []
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            found.append(each.shape)
+        elif isinstance(each, tuple | list):
+            found += _sizes(each)
+        elif isinstance(each, dict):
+            found += _sizes(each.values())
+    return found
 
 
 class Backend:
