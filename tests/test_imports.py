@@ -27,7 +27,26 @@ LAYERS: list[tuple[str, list[str]]] = [
     ("tuning", ["codetta.plan.tune"]),  # a part of the plan that is remembered
     ("backends", ["codetta.backends"]),
     ("dispatch", ["codetta.dispatch"]),
-    ("call", ["codetta.call"]),
+    # Functions of launches, called again with everything decided.
+    (
+        "bound",
+        [
+            f"codetta.runtime.{name}"
+            for name in (
+                "function",
+                "sized",
+                "memsets",
+                "recorded",
+                "launcher",
+                "tape",
+                "bound",
+                "replay",
+                "speculation",
+                "bindings",
+            )
+        ],
+    ),
+    ("call", ["codetta.call", "codetta.repeated"]),
     ("library", ["codetta.library", "codetta.fused"]),
     # Attention, the loss, gradients that are calls of their own: what graphs name, with the launches that they are made of.
     (
