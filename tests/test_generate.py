@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import codetta
 from codetta.cli import app
 from codetta.decode import BEFORE, LENGTHS, SAMPLED, SHORTEST, TOGETHER, Decoder, Kind, Sent, _Weights, padded
+from codetta.integrations.huggingface import Causal
 from codetta.runtime.recorded import WARM, Recorded
 from codetta.runtime.sized import backwards
 from codetta.sampling import Sampling, choose
@@ -373,6 +374,14 @@ def test_prompts_of_a_size_that_comes_again() -> None:
         for length in range(1, 64):
             generator([list(range(3, 3 + length))] * 2, tokens=1)
         assert all(len(each.prompts) <= LENGTHS for each in decoder.rooms)
+
+
+def test_keys_and_values_of_a_prompt_are_those_that_the_model_made() -> None:
+    """A copy would be contiguous."""
+    causal = Causal(model("Llama"))
+    _, keys, values = causal.prompt(torch.arange(10).view(2, 5))
+    assert len(keys) == len(values) == causal.config.num_hidden_layers
+    assert not values[0].is_contiguous() and values[0].transpose(1, 2).is_contiguous()
 
 
 def test_prompts_that_cannot_be_recorded() -> None:

@@ -169,3 +169,21 @@ def test_threads() -> None:
     for each in threads:
         each.join()
     assert not wrong and bound_calls(epilogue) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "view"),
+    [
+        ((2, 6, 32), lambda a: a[:, ::2]), ((32, 6), lambda a: a.t()), ((6, 64), lambda a: a[:, ::2]), ((2, 32, 3), lambda a: a.transpose(1, 2)),
+    ],
+)  # fmt: skip
+def test_rows_that_are_copied_on_the_way(shape: tuple[int, ...], view: Any) -> None:
+    """A copy is made at every call, of what is there then."""
+    epilogue, w, g = fresh(), torch.randn(48, 32), torch.randn(48)
+    for _ in range(CALLS + 1):
+        a = view(torch.randn(shape))
+        x = torch.randn(*a.shape[:-1], 48)
+        y, h, sumsq = epilogue(a, w, x=x, g=g)
+        want = (a @ w.T + x) * 2
+        torch.testing.assert_close((y, h, sumsq), (want, want * g, (want * want).sum(-1)), rtol=1e-4, atol=1e-3)
+    assert bound_calls(epilogue) == 1
