@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-ANY, SOME, NONE = (
-    -1,
-    -2,
-    -3,
-)  # in a pattern: whatever is there, or nothing; a token, whichever; beside tokens: nothing is there
+# In a pattern: whatever is there, or nothing; a token, whichever. Beside tokens: nothing is there.
+ANY, SOME, NONE = -1, -2, -3
+KEPT = (
+    8  # shapes of words whose tensors stay: more than there are recordings that read them, which go in the same order
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Bars:
     def __init__(self, batch: int, device: torch.device) -> None:
         self.batch, self.device = batch, device
         self.until: Tensor | None = None  # (vocabulary,)
-        self.words: dict[tuple[int, int], _Words] = {}
+        self.words: dict[tuple[int, int], _Words] = {}  # by their shape; the last ones used, in that order
 
     def begin(self, barred: Barred, vocabulary: int, context: list[list[int]]) -> None:
         """context: the tokens of each sequence."""
@@ -89,9 +89,10 @@ class Bars:
                 self.until[those] = counts
             shape = barred.shape.words
             if shape is not None:
-                if shape not in self.words:
-                    self.words[shape] = _Words(self.batch, shape, self.device)
-                self.words[shape].begin(barred.words, context)
+                self.words[shape] = words = self.words.pop(shape, None) or _Words(self.batch, shape, self.device)
+                words.begin(barred.words, context)
+                if len(self.words) > KEPT:
+                    del self.words[next(iter(self.words))]
 
     def without(self, logits: Tensor, count: Tensor, shape: Shape) -> Tensor:
         """The logits with -inf for what is barred. count: how many tokens have been chosen."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from numbers import Number
 from typing import Any
 
@@ -81,31 +81,31 @@ class Epilogue:
             program, call = known
             results = call(a, w, operands, written)
         else:
-            program, binding = self.bind(a, w, out=out, tf32=tf32, **operands)
-            results = dispatch.run(program, binding, backend)
-            if key is not None:
-                self._remember(key, program, a, w, operands, written, tf32, backend)
+            run = partial(self._run, tf32=tf32, backend=backend)
+            program, results = run(a, w, operands, written)
+            if key is not None and self._comes_again(key):
+                self._repeated[key] = program, Repeated(run, program, a, w, operands, written)
         lead = tuple(a.shape[:-1])
         values = [self._public(program, lead, name, results[name], finish) for name in program.outputs]
         return values[0] if len(values) == 1 else tuple(values)
 
-    def _remember(
-        self, key: Key, program: Program, a: Tensor, w: Weights, operands: dict[str, Any], out: Mapping[str, Tensor],
-        tf32: bool, backend: str | None,
-    ) -> None:  # fmt: skip
-        """That there was a call like this. Bound calls are made of the second."""
+    def _run(
+        self, a: Tensor, w: Weights, operands: dict[str, Any], out: Mapping[str, Tensor], tf32: bool, backend: str | None
+    ) -> tuple[Program, dict[str, Tensor | Stat]]:  # fmt: skip
+        """The program of a call and its outputs, not finished."""
+        program, binding = self.bind(a, w, out=out, tf32=tf32, **operands)
+        return program, dispatch.run(program, binding, backend)
 
-        def run(a: Tensor, w: Any, operands: dict[str, Any], out: dict[str, Tensor]) -> list[Tensor | Stat]:
-            program, binding = self.bind(a, w, out=out, tf32=tf32, **operands)
-            results = dispatch.run(program, binding, backend)
-            return [results[name] for name in program.outputs]
-
-        # Not yet bound: with a number that is another at every call, such as a seed, no call looks like another.
-        again = key in self._seen
-        kept: dict[Key, Any] = self._repeated if again else self._seen
+    def _comes_again(self, key: Key) -> bool:
+        """Whether there was a call like this before, for which there is room to be bound. With a number that is another at every call,
+        such as a seed, no call looks like another."""
+        kept: dict[Key, Any] = self._repeated if key in self._seen else self._seen
         while len(kept) >= MOST:
             kept.pop(next(iter(kept)), None)
-        kept[key] = (program, Repeated(run, program, a, w, operands, out)) if again else None
+        if kept is self._repeated:
+            return True
+        self._seen[key] = None
+        return False
 
     def program(self, a: Tensor, w: Weights, *, tf32: bool = False, **operands: Any) -> Program:
         """The program of such a call, without running it (tensors on the meta device will do)."""

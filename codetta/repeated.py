@@ -7,6 +7,7 @@ chosen depends on nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -22,8 +23,8 @@ MOST = 64  # calls that are remembered for an epilogue
 PLAIN = (type(None), bool, int, float, str, torch.dtype)
 
 Key = tuple[object, ...]
-# The outputs of a call in order, not finished: of a, the weights, operands and the tensors that are written to.
-Run = Callable[[Tensor, Any, dict[str, Any], dict[str, Tensor]], list[Tensor | Stat]]
+# The program of a call and its outputs by name, not finished: of a, the weights, operands and the tensors that are written to.
+Run = Callable[[Tensor, Any, dict[str, Any], dict[str, Tensor]], tuple[Program, Mapping[str, Tensor | Stat]]]
 
 
 def key_of(
@@ -64,7 +65,11 @@ class Repeated:
     def __init__(
         self, run: Run, program: Program, a: Tensor, w: Any, operands: Mapping[str, Any], out: Mapping[str, Tensor]
     ) -> None:
-        objects: list[Any] = [run]
+        def launch(*call: Any) -> list[Tensor | Stat]:
+            program, results = run(*call)
+            return [results[name] for name in program.outputs]
+
+        objects: list[Any] = [launch]
         lines: list[Line] = []
         count = 1 if isinstance(w, Tensor) else len(w)
         weights = [f"v_w{at}" for at in range(count)]
@@ -74,7 +79,7 @@ class Repeated:
         for at, (name, value) in enumerate(operands.items()):
             text = f"v_x{at}"
             if isinstance(value, Stat):
-                objects.append(_Again(value.how, value.width, value.total))
+                objects.append(partial(Stat, how=value.how, width=value.width, total=value.total))
                 lines.append(Line(f"c[{len(objects) - 1}]({text})", f"v_stat{at}", kind="view"))
                 spelled.append(f"{name!r}: v_stat{at}")
             elif isinstance(value, Tensor):
@@ -95,7 +100,7 @@ class Repeated:
         for name, text in zip(program.outputs, made, strict=True):
             results += [f"{text}.partials", f"{text}.width", f"{text}.total"] if name in self.sinks else [text]
         names = ["v_a", *weights, *arguments, *written]
-        self.bindings = Bindings(Function("call", names, lines, results, objects), run, a.device, names)
+        self.bindings = Bindings(Function("call", names, lines, results, objects), launch, a.device, names)
 
     def __call__(
         self, a: Tensor, w: Any, operands: Mapping[str, Any], out: Mapping[str, Tensor]
@@ -107,13 +112,3 @@ class Repeated:
             name: Stat(next(results), self.sinks[name].how, next(results), next(results)) if name in self.sinks else next(results)
             for name in self.outputs
         }  # fmt: skip
-
-
-class _Again:
-    """A statistic of other partials."""
-
-    def __init__(self, how: str, width: int, total: int) -> None:
-        self.how, self.width, self.total = how, width, total
-
-    def __call__(self, partials: Tensor) -> Stat:
-        return Stat(partials, self.how, self.width, self.total)

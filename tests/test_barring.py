@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codetta.barring import NOTHING, Barred, Bars
+from codetta.barring import KEPT, NOTHING, Barred, Bars
+from codetta.decode import SAMPLED
 
 VOCABULARY = 6
 tokens = st.integers(0, VOCABULARY - 1)
@@ -54,3 +55,12 @@ def test_tensors_stay_where_they_are() -> None:
     assert not bars.without(logits, torch.tensor(1), some.shape).isinf()[0].any()
     assert bars.without(logits, torch.tensor(0), NOTHING) is logits
     assert not Barred() and Barred().shape == NOTHING
+
+
+def test_words_of_the_last_shapes_are_kept() -> None:
+    """So many that the recordings of a room find theirs."""
+    bars = Bars(1, torch.device("cpu"))
+    for count in range(1, 3 * KEPT):
+        bars.begin(Barred(words=tuple((1, token) for token in range(count))), VOCABULARY, [[1]])
+        assert len(bars.words) == min(count, KEPT) and (count, 2) in bars.words
+    assert KEPT > SAMPLED

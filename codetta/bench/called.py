@@ -5,9 +5,9 @@
 *Device* is the time the device needs when it never waits for the host: the stream is busy until the host has enqueued the
 whole call, and events stand before and behind the call's own work. It is busy with earlier calls of the same contender
 where those take the device longer than the host, for a card that has rested is faster (its power is limited); otherwise
-with a kernel that waits. Nothing is recorded for it, so that a model does what it does when it
-is called. Where the host cannot run ahead, because the call waits for a result or has more launches than the queue takes,
-it is the time the device is busy with that call's kernels by the profiler, overlaps counted once.
+with a kernel that waits. Nothing is recorded for it, so that a model does what it does when it is called. Where the host
+cannot run ahead, because the call waits for a result or has more launches than the queue takes, it is the time the device
+is busy with that call's kernels by the profiler, overlaps counted once.
 """
 
 from __future__ import annotations
